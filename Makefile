@@ -41,7 +41,7 @@ test-all: setup-ray
 
 # Other versions of clients and of vLLM, async doubles, more seeds, long kills.
 test-nightly: setup
-	$(BIN)/python -m pytest --numprocesses=2 --durations=25 -m nightly
+	$(BIN)/python -m pytest --numprocesses=2 --durations=25 -m "nightly and not cluster"
 
 # Fleets on a real Ray, on loopback: kills of all that is around a replica.
 test-cluster: setup-ray

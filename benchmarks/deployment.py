@@ -192,12 +192,13 @@ class Deployment:
         more: str = "",
         suffix: str = "parquet",
         text: Callable[[str, int], str] = prompt,
+        group_rows: int = ROW_GROUP_ROWS,
     ) -> Path:
         """An input of so many prompts, and the job file for it; the output is NAME.out.SUFFIX."""
         schema = pa.schema({"id": pa.string(), "text": pa.string()})
         with pq.ParquetWriter(self.folder / f"{name}.in.parquet", schema) as file:
-            for start in range(0, num_rows, ROW_GROUP_ROWS):
-                rows = range(start, min(start + ROW_GROUP_ROWS, num_rows))
+            for start in range(0, num_rows, group_rows):
+                rows = range(start, min(start + group_rows, num_rows))
                 columns = {"id": [f"{name}-{row}" for row in rows]}
                 columns["text"] = [text(name, row) for row in rows]
                 file.write_table(pa.table(columns, schema=schema))

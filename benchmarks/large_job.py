@@ -1,12 +1,14 @@
-"""One job of millions of short rows from submit to output: times, memory, disk.
+"""One job of millions of rows from submit to output: times, memory, disk.
 
-    python -m benchmarks.large_job [--rows N] [--live N] [--folder PATH] [--json FILE]
+    python -m benchmarks.large_job [--rows N] [--row-tokens N] [--live N] [--folder PATH]
+        [--json FILE]
 
 A deployment with fake engines behind four agents. The job is submitted and planned, and its first
 rows run. Then it is brought down, and results for all but the last `--live` rows are put into the
 store as the daemon puts them there: engines of this machine would take hours for them. `up` goes on
 with the rest; while they run the daemon is killed, and started again; then the output is written.
-`--folder` should be on a disk, with room for a kilobyte a row.
+`--folder` should be on a disk, with room for a kilobyte a row, or with `--row-tokens`, which makes
+each prompt about so long, for four times its text.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from statistics import fmean
 
+import numpy as np
 import psutil
 import pyarrow.parquet as pq
 import zstandard
@@ -26,13 +29,16 @@ import zstandard
 from batchrun.store import jobs, results
 from batchrun.store.database import Store, open_store
 from batchrun.types import Outcome, OutcomeKind, Usage
-from benchmarks.deployment import Deployment, wait_until
+from benchmarks.deployment import ROW_GROUP_ROWS, Deployment, prompt, wait_until
 from benchmarks.records import Bar, Record, Spent, finish, parser, shown
 
 ROWS = 20_000_000
 LATENCY_S = 0.1
 NUM_AGENTS = 4
 COMMIT_ROWS = 2_000
+LONG_GROUP_ROWS = 20_000
+BYTES_PER_TOKEN = 4
+NUM_WORDS, WORD_LETTERS, BOOK_WORDS = 20_000, (2, 8), 10_000_000
 SAMPLE_ROWS = 1_000
 POLL_S = 0.1
 FIRST_S = 30.0
@@ -47,10 +53,12 @@ BODY = (
 
 def main() -> int:
     """Run it, print and save. Exits 1 when a bar is missed."""
-    options = parser(__doc__, rows=ROWS, live=100_000, folder=Path(tempfile.gettempdir()))
+    options = parser(
+        __doc__, rows=ROWS, row_tokens=0, live=100_000, folder=Path(tempfile.gettempdir())
+    )
     given = options.parse_args()
     with tempfile.TemporaryDirectory(prefix="batchrun-large-", dir=given.folder) as folder:
-        measured = measure(Deployment(Path(folder)), given.rows, given.live)
+        measured = measure(Deployment(Path(folder)), given.rows, given.row_tokens, given.live)
     records = shown([measured])
     return finish(given.json, records, bars(records[0]))
 
@@ -66,10 +74,12 @@ def bars(record: Record) -> Iterator[Bar]:
     yield Bar("output, s", record["output_s"], 600, is_most=True)
 
 
-def measure(deployment: Deployment, num_rows: int, num_live: int) -> Record:
+def measure(deployment: Deployment, num_rows: int, row_tokens: int, num_live: int) -> Record:
     """The job from start to end."""
     deployment.use_agents(NUM_AGENTS, LATENCY_S, window={"requests": 256, "tokens": 2_000_000})
-    job = deployment.write_job("large", num_rows)
+    text = documents(row_tokens * BYTES_PER_TOKEN) if row_tokens else prompt
+    group_rows = LONG_GROUP_ROWS if row_tokens else ROW_GROUP_ROWS
+    job = deployment.write_job("large", num_rows, text=text, group_rows=group_rows)
     peaks: dict[str, int] = {}
     with _running(deployment):
         with Spent() as submitting:
@@ -99,6 +109,8 @@ def measure(deployment: Deployment, num_rows: int, num_live: int) -> Record:
         assert output.metadata.num_rows == num_rows
     return {
         "rows": num_rows,
+        "row_tokens": row_tokens,
+        "input_bytes_per_row": (deployment.folder / "large.in.parquet").stat().st_size / num_rows,
         "submit_s": submitting.wall_s,
         "plan_s": planning.wall_s,
         "rows_per_s": rows_per_s,
@@ -111,6 +123,24 @@ def measure(deployment: Deployment, num_rows: int, num_live: int) -> Record:
         "reply_bytes_per_row": _mean_reply_bytes(),
         "output_bytes_per_row": (deployment.folder / "large.out.parquet").stat().st_size / num_rows,
     }
+
+
+def documents(num_bytes: int) -> Callable[[str, int], str]:
+    """Texts of that length, no two alike: a short question, then a passage from anywhere in a book
+    whose words are as frequent as in English (Zipf's law)."""
+    rng = np.random.default_rng(0)
+    letters = rng.integers(ord("a"), ord("z") + 1, (NUM_WORDS, WORD_LETTERS[1]), np.uint8)
+    lengths = rng.integers(*WORD_LETTERS, NUM_WORDS, endpoint=True)
+    words = [bytes(row[:size]).decode() for row, size in zip(letters, lengths, strict=True)]
+    share = 1 / np.arange(1, NUM_WORDS + 1)
+    chosen = rng.choice(NUM_WORDS, BOOK_WORDS, p=share / share.sum())
+    book = " ".join(map(words.__getitem__, chosen.tolist()))
+
+    def text(name: str, row: int) -> str:
+        start = row * 7919**4 % (len(book) - num_bytes)
+        return f"{prompt(name, row)} {book[start : start + num_bytes]}"
+
+    return text
 
 
 @contextmanager

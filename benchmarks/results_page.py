@@ -88,9 +88,10 @@ SECTIONS: dict[str, Section] = {
     ),
     "large_job": Section(
         "One job of millions of rows",
-        "rows",
+        "rows row_tokens",
         "submit_s plan_s resume_s output_s submit_peak_gib daemon_peak_gib store_bytes_per_row "
-        "reply_bytes_per_row output_bytes_per_row rows_per_s",
+        "reply_bytes_per_row input_bytes_per_row output_bytes_per_row rows_per_s",
+        optional="row_tokens",
     ),
     "eta": Section(
         "Ranges of an ETA, by the part of a job's time that has passed",
@@ -229,7 +230,7 @@ SECTIONS: dict[str, Section] = {
     "simulator_speed": Section(
         "How fast the simulator is",
         "name",
-        "virtual_s cpu_s times_real_time peak_mib served_tokens_per_s ttft_p99_s",
+        "virtual_s cpu_s times_real_time engines wall_s peak_mib served_tokens_per_s ttft_p99_s",
     ),
     "soak": Section("Half an hour of faults", "name", "value", {"kind": ("bar",)}),
     "store": Section(

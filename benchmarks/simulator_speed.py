@@ -1,17 +1,23 @@
-"""How fast the simulator is, and what a day in short says of the whole day.
+"""How fast the simulator is, what a day in short says of the whole day, and how long a plan takes.
 
     python -m benchmarks.simulator_speed [--seconds N] [--json FILE]
     python -m benchmarks.simulator_speed --windows 24 [--stepped] [--json FILE]
+    python -m benchmarks.simulator_speed --plan [--json FILE]
 
 Scenario a100-8b with the shipped scheduler class, on one core, in CPU seconds of this process. The
 first form runs it with and without offline work. `--windows` runs a day, in which the load swings
 once up and down, as that many windows of 5 minutes, and `--stepped` steps through the whole day
-too, which takes hours, and compares.
+too, which takes hours, and compares. `--plan` times `batchrun plan` for a day of 29 million calls
+whose busiest hour needs 64 engines.
 """
 
 from __future__ import annotations
 
+import json
 import math
+import resource
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
@@ -31,12 +37,19 @@ DOCUMENTS_PER_S = 0.8
 SEED = 0
 ONE_TIDE = replace(CHATS, swing_s=DAY_S / math.tau)
 """Once up and down a day, in the place of every six minutes."""
+MEAN_PER_S, SWING_PER_S = 340.0, 255.0
+HOUR_S, NUM_HOURS, BUSIEST_HOUR = 3_600, 24, 15
+LENGTHS = "1.3,400,1.0,150,0.8"
+RATES = "time_s,rate_per_s,cv,prompt_median_tokens,prompt_sigma,output_median_tokens,output_sigma\n"
 
 
 def main() -> int:
     """Run, print and save."""
-    options = parser(__doc__, seconds=600.0, windows=0, stepped=False).parse_args()
-    if options.windows:
+    defaults = {"seconds": 600.0, "windows": 0, "stepped": False, "plan": False}
+    options = parser(__doc__, **defaults).parse_args()
+    if options.plan:
+        records = shown([planned()])
+    elif options.windows:
         records = shown(day(options.windows, is_stepped=options.stepped))
     else:
         records = shown(speeds(options.seconds))
@@ -60,6 +73,27 @@ def day(num_windows: int, *, is_stepped: bool) -> Iterator[Record]:
         yield measured("stepped", SimulationPlan(DAY_S, calls, [_job(DAY_S)]))
 
 
+def planned() -> Record:
+    """The plan of a large fleet by the command that a user gives."""
+    with tempfile.TemporaryDirectory() as folder, Spent() as spent:
+        trace = Path(folder) / "day.csv"
+        trace.write_text(RATES + "".join(_hour(number) for number in range(NUM_HOURS)))
+        command = [sys.executable, "-m", "batchrun", "plan", "--json", "--trace", str(trace)]
+        printed = subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout
+    plan = json.loads(printed)
+    return {
+        "name": "plan",
+        "engines": plan["chosen"]["num_engines"],
+        "wall_s": spent.wall_s,
+        "peak_mib": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**10,
+    }
+
+
+def _hour(number: int) -> str:
+    swing = math.cos(math.tau * (number - BUSIEST_HOUR) / NUM_HOURS)
+    return f"{number * HOUR_S},{MEAN_PER_S + SWING_PER_S * swing:.2f},{LENGTHS}\n"
+
+
 def bars(records: dict[str, Record]) -> Iterator[Bar]:
     """What the runs, by name, must reach."""
     for name, title, bound in (
@@ -68,6 +102,9 @@ def bars(records: dict[str, Record]) -> Iterator[Bar]:
     ):
         if name in records:
             yield Bar(f"times real time, {title}", records[name]["times_real_time"], bound)
+    if plan := records.get("plan"):
+        yield Bar("engines planned", plan["engines"], 64)
+        yield Bar("seconds for the plan", plan["wall_s"], 600, is_most=True)
     if short := records.get("windows"):
         yield Bar("seconds for the windows", short["wall_s"], 900, is_most=True)
         growth = short["memory_growth"]

@@ -72,7 +72,8 @@ def results(
         spec = JobSpec.model_validate_json(record.spec)
         place = record.output_path if output is None else _checked_output(output, record)
         num_rows = record.num_rows
-        if output is not None or not is_written(place, spec.output.rows_per_file):
+        is_there = record.has_output and is_written(place, spec.output.rows_per_file)
+        if output is not None or not is_there:
             with ProgressBar() as progress, _path_to_write(place, home) as path:
                 num_rows = export(
                     store,

@@ -58,6 +58,7 @@ class Fleets:
                 self._fleets[config.name] = fleet, config.ray
         self._tasks: list[asyncio.Task[None]] = []
         self._resizing: dict[str, asyncio.Task[None]] = {}
+        self._leaves_by_s: dict[str, float] = {}
         self._targets: dict[str, int] = {}
         self.advice: dict[str, dict[str, Any]] = {}
         """By fleet, what whoever chooses its number said last."""
@@ -151,7 +152,13 @@ class Fleets:
         for slot in slots:
             if slot.engine.name in wanted:
                 end_draining(slot, SHRINKING)
-        self._resizing[name] = asyncio.create_task(_shrink(fleet, wanted, leaving, drain_s))
+        leaves_by_s = self._leaves_by_s
+        for engine in wanted:
+            leaves_by_s.pop(engine, None)
+        for slot in leaving:
+            leaves_by_s.setdefault(slot.engine.name, time.monotonic() + drain_s)
+        left = [(slot, leaves_by_s[slot.engine.name]) for slot in leaving]
+        self._resizing[name] = asyncio.create_task(_shrink(fleet, wanted, left))
 
     async def _go_on(self, name: str, fleet: RayFleet, slots: Sequence[Slot]) -> None:
         """Have as many as were asked for before this daemon began; where those are fewer, all are
@@ -233,15 +240,21 @@ async def _end_left_over(seen: Path, log_path: Path, leads: Callable[[], bool]) 
 
 
 async def _shrink(
-    fleet: RayFleet, wanted: Sequence[str], leaving: Sequence[Slot], drain_s: float
+    fleet: RayFleet, wanted: Sequence[str], leaving: Sequence[tuple[Slot, float]]
 ) -> None:
-    for slot in leaving:
-        begin_draining(slot, SHRINKING)
-    await asyncio.gather(*(empty(slot, drain_s) for slot in leaving))
-    fleet.want(wanted)
-    for slot in leaving:
+    """End replicas, each once it is empty or at its instant."""
+    staying = {slot.engine.name for slot, _ in leaving}
+
+    async def end(slot: Slot, by_s: float) -> None:
+        await empty(slot, by_s - time.monotonic())
+        staying.discard(slot.engine.name)
+        fleet.want([*wanted, *staying])
         await fleet.until_gone(slot.engine.name)
         end_draining(slot, SHRINKING)
+
+    for slot, _ in leaving:
+        begin_draining(slot, SHRINKING)
+    await asyncio.gather(*(end(slot, by_s) for slot, by_s in leaving))
 
 
 async def _keep_renewing(fleet: RayFleet, slots: Sequence[Slot]) -> None:

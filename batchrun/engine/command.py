@@ -116,6 +116,8 @@ _DEFAULT_ENV = {
     "VLLM_MAX_IMAGE_PIXELS": str(MAX_PIXELS),
 }
 _CPU_ENV = {WAIT_VARIABLE: NAPPING}
+_NO_COMPILER_ENV = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
+"""FlashInfer compiles the kernel with which vLLM samples (top-k and top-p) as it starts."""
 
 
 def has_tool_parser(vllm_args: Sequence[str]) -> bool:
@@ -160,7 +162,11 @@ def prepare_command(settings: ManagedSettings) -> Command:
             "run `batchrun engine install --cpu`"
         )
     argv = build_argv(settings, build, env)
-    return Command(argv, {**_CPU_ENV, **env} if build.is_cpu else env)
+    if build.is_cpu:
+        env = {**_CPU_ENV, **env}
+    elif not _has_cuda_compiler():
+        env = {**_NO_COMPILER_ENV, **env}
+    return Command(argv, env)
 
 
 def build_argv(
@@ -332,8 +338,13 @@ def find_vllm(python: Path) -> VllmBuild | None:
 
 
 def has_gpu() -> bool:
-    """Whether an NVIDIA GPU is visible on this machine."""
-    return Path("/dev/nvidia0").exists()
+    """Whether an NVIDIA GPU is visible on this machine; in a container it keeps its number."""
+    return any(Path("/dev").glob("nvidia[0-9]*"))
+
+
+def _has_cuda_compiler() -> bool:
+    toolkit = os.environ.get("CUDA_HOME") or "/usr/local/cuda"
+    return shutil.which("nvcc") is not None or Path(toolkit, "bin/nvcc").exists()
 
 
 def check_port_free(

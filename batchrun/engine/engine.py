@@ -35,6 +35,8 @@ log = logging.getLogger(__name__)
 
 _POLL_S = 0.2
 _NUM_FAILED_CHECKS = 3
+LONGEST_START = 12
+"""So many times `start_timeout_s` an engine may start, whatever it writes."""
 _HUNG_GRACE_S = 1.0
 """An engine that hangs hears no SIGTERM."""
 
@@ -158,9 +160,16 @@ class ManagedEngine:
             raise EngineError(line) from error
 
     async def _wait_ready(self, record: ProcessRecord) -> None:
-        deadline_s = time.monotonic() + self.settings.start_timeout_s
+        """A start may take as long as the engine writes of it, such as of a model that it loads
+        over a slow network."""
+        timeout_s, began_s = self.settings.start_timeout_s, time.monotonic()
+        deadline_s, position = began_s + timeout_s, self._follower.position
         while not await self.client.is_healthy():
             await self._follow_log()
+            if self._follower.position != position:
+                position = self._follower.position
+                longest_s = began_s + LONGEST_START * timeout_s
+                deadline_s = min(time.monotonic() + timeout_s, longest_s)
             was_killed = await asyncio.to_thread(process.was_killed, record)
             if was_killed is not None:
                 kind = _KilledError if was_killed else EngineError
@@ -168,7 +177,7 @@ class ManagedEngine:
             if time.monotonic() > deadline_s:
                 await asyncio.to_thread(process.terminate, record, self.settings.stop_grace_s)
                 raise EngineError(
-                    f"engine {self.name} was not ready after {self.settings.start_timeout_s:g} s "
+                    f"engine {self.name} was not ready after {time.monotonic() - began_s:.0f} s "
                     f"(it was {self.stage}); log: {self.settings.log_path}"
                 )
             await asyncio.sleep(_POLL_S)

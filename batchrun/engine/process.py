@@ -381,6 +381,11 @@ class LogFollower:
         self._offset = self._start
         self._rest = ""
 
+    @property
+    def position(self) -> int:
+        """Up to which byte the log was read: another one whenever something was written."""
+        return self._offset
+
     def read_new_lines(self) -> list[str]:
         if not self.path.exists():
             return []

@@ -121,7 +121,12 @@ class TideForecast:
         before = loads[-DAY : min(len(loads), len(loads) - DAY + max(minutes, 1))]
         since = max(TREND, min(60, len(loads) - DAY))
         ratio = float(loads[-since:].sum()) / max(float(loads[-DAY - since : -DAY].sum()), 1e-9)
-        return float(before.mean()) * min(max(ratio, 1 / MOST_GROWTH), MOST_GROWTH)
+        ahead = float(before.mean())
+        if ratio <= MOST_GROWTH:
+            return ahead * max(ratio, 1 / MOST_GROWTH)
+        # Today is of another size: at least as now, times the course of yesterday.
+        course = ahead / max(self._day_before(-(LEVEL - 1) / 2), 1e-9)
+        return max(ahead * MOST_GROWTH, level * min(max(course, 1 / MOST_GROWTH), MOST_GROWTH))
 
     def _guess(self) -> dict[LoadRule, float]:
         loads = np.array([*islice(reversed(self._loads), max(LEVEL, TREND))][::-1])
@@ -302,6 +307,8 @@ class FleetSizer:
 
     def _with_patience(self, now_s: float, need: int, num_wanted: int) -> int:
         needs = self._needs
+        if not needs:  # Who decided before may have needed all of them a moment ago.
+            needs.append((now_s, min(num_wanted, self.settings.high)))
         needs.append((now_s, need))
         while needs[0][0] <= now_s - self.settings.down_after_s:
             needs.popleft()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import time
 from dataclasses import dataclass
 from pathlib import Path, PurePath
@@ -15,6 +16,7 @@ from batchrun.control.submitting import find_same, hand_over, prepare, stored_jo
 from batchrun.errors import DaemonUnavailableError, StateError, UnknownJobError
 from batchrun.files import is_url
 from batchrun.home import Home
+from batchrun.jobs.results.output_parts import files_of
 from batchrun.jobs.spec import JobSpec
 from batchrun.python.asking import deployment, home_of
 from batchrun.store import results
@@ -63,18 +65,18 @@ class Job:
 
         Raises StateError while it is not written.
         """
-        view = self.status()
-        place = str(view["output_path"])
-        if not is_url(place) and not Path(place).exists():
-            raise StateError(f"{self.id} is {view['state']}: {place} is not there; see `wait`")
         with stored_job(self.id, self.home) as (_, record):
             spec = JobSpec.model_validate_json(record.spec)
-        suffix = PurePath(place).suffix
-        if spec.output.rows_per_file is not None:
-            place = f"{place}/part-*{suffix}"
-        if suffix == ".parquet":
-            return pl.scan_parquet(place)
-        return pl.scan_ndjson(place, infer_schema_length=None)
+        place, why = record.output_path, record.reason or "see `wait`"
+        if not record.has_output:
+            raise StateError(f"{self.id} is {record.state}: its output is not written: {why}")
+        if not is_url(place) and not Path(place).exists():
+            raise StateError(f"{self.id} is {record.state}: {place} is not there any more")
+        files = files_of(place, spec.output.rows_per_file)
+        if PurePath(place).suffix == ".parquet":
+            return pl.scan_parquet(files, glob=False)
+        parts = [pl.scan_ndjson(glob.escape(file), infer_schema_length=None) for file in files]
+        return pl.concat(parts, how="diagonal_relaxed")
 
     def errors(self) -> pl.DataFrame:
         """The rows that failed so far: `row` (from 0), `attempts`, `code`, `message`."""

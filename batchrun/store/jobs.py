@@ -142,6 +142,15 @@ class JobRecord:
         """Where its output file goes."""
         return str(json.loads(self.spec).get("output", {}).get("path", ""))
 
+    @property
+    def has_output(self) -> bool:
+        """Whether its output was written. One that was cancelled or has expired can end without,
+        and says why then; one that has failed has an output if its rows were run."""
+        if self.state is JobState.FAILED:
+            return self.finalizing_at is not None
+        is_ended = self.state in {JobState.COMPLETED, JobState.CANCELLED, JobState.EXPIRED}
+        return is_ended and self.reason is None
+
 
 def record_of(row: Row[Any]) -> JobRecord:
     """A job from a row that has all columns of `jobs`."""

@@ -1,5 +1,5 @@
 # An engine with its agent: docker build -f deploy/docker/engine.Dockerfile -t batchrun-engine .
-# For nodes of Ray: --build-arg EXTRAS=gpu,ray
+# A node of Ray: --build-arg EXTRAS=gpu,ray, and `docker run --entrypoint ray ... start --block ...`
 FROM python:3.12-slim AS wheel
 WORKDIR /source
 COPY pyproject.toml README.md CHANGELOG.md LICENSE ./

@@ -1,5 +1,4 @@
 # Daemon and gateway: docker build -f deploy/docker/gateway.Dockerfile -t batchrun-gateway .
-# For fleets that Ray places: --build-arg EXTRAS=postgres,s3,ray
 FROM python:3.12-slim AS wheel
 WORKDIR /source
 COPY pyproject.toml README.md CHANGELOG.md LICENSE ./
@@ -22,4 +21,4 @@ VOLUME /var/lib/batchrun
 EXPOSE 8000
 # The gateway is a process of its own, which tini reaps.
 ENTRYPOINT ["tini", "--", "batchrun"]
-CMD ["up"]
+CMD ["up", "--with-gateway"]

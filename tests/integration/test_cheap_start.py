@@ -22,7 +22,7 @@ from batchrun.estimator.tide import DAY, MINUTE_S, course_of_day, minutes_to_che
 from batchrun.jobs.job_file import load_job_file
 from batchrun.jobs.submit import prepare_job
 from batchrun.pool.row_queue import RowLoad, Window
-from batchrun.server.api.cheap_start import MINUTES, SPARE, CheapStarts
+from batchrun.server.api.cheap_start import LAST_S, MINUTES, SPARE, CheapStarts
 from batchrun.server.gateway.tally import SeenReply, Tally, create_tally
 from batchrun.server.web.calls_of_all import (
     CallsOfAll,
@@ -210,15 +210,30 @@ async def test_rows_in_flight_when_their_job_waits_again_end_as_others(waiting: 
     active = waiting.daemon.active[job.seq]
     await until(lambda: active.queue.num_in_flight > 0)
     left_s = active.queue.left_work_s
+    (slot,) = waiting.daemon.slots
+    slot.load.first_speed = left_s / (2 * LAST_S)
     waiting.call(100)
     await waiting.look(minute + 180)
     assert waiting.waits(job)
+    slot.load.first_speed = 1.0
     waiting.call(0)
     waiting.daemon.dispatcher.waiting.clear()
     waiting.daemon.dispatcher.wake()
     await until(lambda: waiting.state(job) is JobState.COMPLETED)
     assert active.queue.left_work_s < left_s
     assert results.count(waiting.daemon.store, job.seq).num_completed == 60
+
+
+async def test_a_job_that_has_hardly_any_rows_left_ends(waiting: Waiting) -> None:
+    job = await waiting.submit("night", "start: cheap\ndeadline: 40h\n", num_rows=60)
+    minute = this_minute()
+    waiting.call(1)
+    await waiting.look(minute + 70)
+    active = waiting.daemon.active[job.seq]
+    await until(lambda: active.queue.num_in_flight > 0)
+    waiting.call(100)
+    await waiting.look(minute + 180)
+    assert not waiting.waits(job)
 
 
 async def test_a_job_that_is_due_or_does_not_ask_to_wait_goes_at_once(waiting: Waiting) -> None:
@@ -276,6 +291,9 @@ async def test_what_calls_bring_is_noted_by_the_minute(waiting: Waiting) -> None
     waiting.now_s = 100.0
     await waiting.look(minute + 5)
     assert waiting.starts.loads[-1] == 50.0
+    waiting.call(500)
+    await waiting.look(minute + 5 + 4 * HOUR)
+    assert max(waiting.starts.loads[-4 * HOUR :]) == 50.0, "nobody saw these hours"
 
 
 async def test_a_part_of_a_day_before_a_gap_is_no_day(store: Store, tmp_path: Path) -> None:

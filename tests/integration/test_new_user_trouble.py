@@ -9,12 +9,14 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
 from deployment_rig import JOB_FILE, DeploymentRig
+from openai import APIConnectionError
 
 from batchrun.control.starting import POLL_INTERVAL_S
 
@@ -98,6 +100,24 @@ def test_of_two_ups_at_once_one_is_refused_and_the_deployment_runs(rig: Deployme
     assert rig.ask("status")["engines"][0]["state"] == "ready"
     assert rig.ask("down")["stopped"] == ["daemon", "gateway", "engine 0"]
     assert rig.call("down").stdout == "nothing was running\n"
+
+
+def test_a_container_that_is_stopped_ends_calls_first(rig: DeploymentRig) -> None:
+    rig.use_fake_engine("--latency-s=3")
+    refused = rig.call("up", "-d", "--with-gateway")
+    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
+    with rig.start("up", "--with-gateway") as up, rig.openai(max_retries=0) as client:
+        while '"ready"' not in rig.call("status", "--json").stdout:
+            time.sleep(POLL_INTERVAL_S)
+        with ThreadPoolExecutor(1) as pool:
+            call = pool.submit(client.completions.create, model="fake", prompt="hello")
+            rig.wait_for_executions(1)
+            up.send_signal(signal.SIGTERM)
+            assert call.result().choices[0].text
+        assert up.wait(WAIT_S) == 0
+        with pytest.raises(APIConnectionError):
+            client.models.list()
+    assert rig.ask("down")["stopped"] == ["engine 0"]
 
 
 @pytest.mark.nightly

@@ -21,7 +21,7 @@ from kill_rig import wait_until
 from pydantic import BaseModel
 
 import batchrun
-from batchrun.errors import DataError, InputError, JobSpecError, RowsFailedError
+from batchrun.errors import DataError, InputError, JobSpecError, RowsFailedError, StateError
 
 ASK = "Classify: {{ text }}"
 TEXTS = [f"review {i}" for i in range(12)]
@@ -218,6 +218,38 @@ def test_a_job_file_becomes_a_job_to_wait_for(
         ("row-2", "three"),
     ]
     assert job.errors()["row"].to_list() == [1]
+
+
+SHARED_OUTPUT = """\
+name: shared
+input: {path: rows.parquet, id: id, messages: [{role: user, content: "{{ text }}"}]}
+request: {max_tokens: 8}
+output: {path: "out[1].jsonl", keep: [text], rows_per_file: 2}
+"""
+
+
+def test_the_output_of_an_earlier_job_is_not_that_of_a_later_one(
+    rig: DeploymentRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(rig.folder)
+    file = rig.folder / "shared.yaml"
+    file.write_text(SHARED_OUTPUT)
+    rig.write_rows(["one", "two", "poison"])
+    first = batchrun.submit(file, home=rig.home, progress=False).wait(progress=False)
+    assert first.results().collect()["error"].null_count() == 2
+
+    rig.write_rows([f"more {number}" for number in range(20_000)])
+    later = batchrun.submit(file, home=rig.home, progress=False)
+    with pytest.raises(StateError, match="its output is not written"):
+        later.results()
+    (rig.folder / "out[1].jsonl" / "of-another").touch()
+    later.cancel()
+    wait_until(lambda: later.status()["state"] == "cancelled")
+
+    with pytest.raises(StateError, match=r"output not written: .*of-another"):
+        later.results()
+    refused = rig.call("results", later.id)
+    assert refused.returncode != 0 and "of-another" in refused.stderr
 
 
 PROGRAM = """\

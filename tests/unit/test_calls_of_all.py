@@ -124,6 +124,17 @@ async def test_a_gateway_that_is_silent_for_a_minute_tells_nothing(store: Store)
     assert leader.num_calls == {"a": 5}
 
 
+async def test_a_gateway_whose_daemon_died_is_missed_for_a_while(store: Store) -> None:
+    leader, heard = Leader(store), []
+    for number in range(3):
+        leader.hear("b", "a", number)
+        await leader.look(1)
+    for after_s in (0.0, 61.0, 600.0, 300.0):
+        assert await leader.look(1, after_s)
+        heard.append(leader.calls.are_all_heard)
+    assert heard == [True, False, False, True]
+
+
 async def test_reports_of_daemons_that_are_gone_are_removed(store: Store) -> None:
     leader = Leader(store)
     leader.hear("gone", "a", 5)

@@ -28,7 +28,7 @@ whose number follows the calls (3), an engine apart from the way to its agent, c
 the daemon apart from those for engines, the peak of a trace (3), jobs that wait for cheap
 hours, orders to the leader of a database (2), outputs of many files, calls that gateways of all
 daemons count, and which numbers of engines a planner tries."""
-MAX_LINES = 62_133
+MAX_LINES = 62_259
 """22,500 more for these, for groups by key portion and rows over engines by speed, several models,
 a planner that sizes on several draws, bounds on what callers and engines send and hold, and
 daemons that stand by, deployments that calls at once share, processes that watch their parents,
@@ -39,13 +39,14 @@ that are kept over restarts, jobs that wait for cheap hours, what workers learn 
 orders to the leader of a database, outputs of many files and as a stream, engines of several kinds
 in a simulation, engines that all gateways know to be emptied, calls that
 gateways of all daemons count, agents that drain, draws of a plan side by side, replicas whose GPUs
-are given back last, fleets that a rolling restart renews and that nothing leaves behind."""
+are given back last, fleets that a rolling restart renews and that nothing leaves behind, and kept
+values that Python cannot hold."""
 MAX_SHORT_FILES = 25
 SHORT_LINES = 80
 LONGEST_LINES = 500
 MAX_FILES_IN_FOLDER = 16
 """One more: what batchrun.yaml says of an engine has outgrown the file of the others."""
-MAX_BENCHMARK_LINES = 18_917
+MAX_BENCHMARK_LINES = 18_986
 """10,800 more: rows of videos, real traffic and many jobs as scenarios, rows whose answers nobody
 knows, the price of rows, reserves, evictions, buckets, a real trace beside jobs, routers and what a
 decision costs, orders of calls, rows over engines, the page and Python; parts that hang, 118 odd
@@ -53,9 +54,10 @@ engines and 51 callers in bad faith, two tenants, the demo beside vLLM's own ord
 best order of calls, calls of AccelGen and LARRY, memory and threads that run out; routers of others
 before the same engines; classes of calls on real engines; a fleet that follows a day; several
 gateways and workers, routers in the simulator and beside a job, what routers foretell of caches;
-kills in a fleet of real engines beside calls; a job of 20 million rows; routers beside a job under
-other settings of the scheduler, and ports that no two tests get."""
-MAX_MANUAL_WORDS = 45_176
+kills in a fleet of real engines beside calls; a job of 20 million rows, one of a million long ones;
+a plan of 64 engines; routers beside a job under other settings of the scheduler, and ports that no
+two tests get."""
+MAX_MANUAL_WORDS = 45_300
 """14,600 more: what rows may cost calls, which engine a call goes to, Python, the page, engines on
 other machines, orders of calls, rows over engines, time limits, limits of keys, attacks and their
 tests, uploads, `on_done`, why a call went where it went, fleets and how to deploy,
@@ -63,7 +65,8 @@ what callers feel, calls that would be late, AccelGen's and LARRY's figures, fle
 that follow the tide, gateways that pass on, tables of routers behind several gateways and beside
 those of others, a job of 20 million rows, jobs that wait, outputs of many files, engines of several
 kinds in a simulation, routing beside a job by the dial, figures of a second
-machine, days of the tide, an upgrade of several daemons, what would leave replicas behind."""
+machine, days of the tide, an upgrade of several daemons, what would leave replicas behind, and what
+containers and units need."""
 README_FIRST_SCREEN_LINES = 60
 MAX_FILES_ON_WAY = {"row": 40, "call": 10, "step": 22, "batch": 24}
 

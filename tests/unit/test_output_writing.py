@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from batchrun.errors import BatchrunError, InputError, JobSpecError, StoreFullError
+from batchrun.errors import BatchrunError, DataError, InputError, JobSpecError, StoreFullError
 from batchrun.files import atomic_file
 from batchrun.jobs.inputs.input_data import open_input
 from batchrun.jobs.results import output_parts
@@ -24,6 +24,7 @@ from batchrun.jobs.spec import JobSpec
 from batchrun.store.results import StoredResult
 from batchrun.types import RowError, Usage
 
+TIMES = pa.timestamp("ns")
 CANCELLED = RowError("cancelled", "the job was cancelled")
 
 
@@ -73,6 +74,36 @@ def test_every_row_is_there_once_and_in_input_order(tmp_path: Path, name: str) -
     assert rows[3]["response"] == "answer 3"
     assert rows[4]["response"] is None
     assert [row["error"] is None for row in rows] == [i % 3 == 0 for i in range(600)]
+
+
+def test_kept_values_that_python_cannot_hold_are_told_in_jsonl(tmp_path: Path) -> None:
+    spec = make_spec(tmp_path, num_rows=2, keep=["text", "when", "far", "nested"])
+    odd = pa.Array.from_buffers(pa.string(), 2, pa.array([b"\xffa", b"b"]).buffers())
+    rows = pa.table({
+        "key": ["k0", "k1"],
+        "text": odd,
+        "when": pa.array([2**62, 5], pa.timestamp("us")),
+        "far": pa.array([2**50, None], pa.timestamp("us", "Mars/Phobos")),
+        "nested": pa.array([[{"at": 2**60 + 1}], []], pa.list_(pa.struct({"at": TIMES}))),
+    })
+    pq.write_table(rows, tmp_path / "in.parquet")
+    assert write(spec, tmp_path / "out.jsonl", iter([result(0), result(1)])) == 2
+    first, second = read(tmp_path / "out.jsonl")
+    assert (first["text"], second["text"]) == ("\ufffda", "b")
+    assert str(first["when"]) == "<value out of range: 4611686018427387904>"
+    assert str(first["far"]).startswith("2005-09-05")
+    assert first["nested"] == [{"at": "2006-07-14T23:58:24.606846"}]
+    assert second["when"] == "1970-01-01T00:00:00.000005"
+
+
+def test_what_no_jsonl_can_hold_is_named(tmp_path: Path) -> None:
+    spec = make_spec(tmp_path, num_rows=1, keep=["deep"])
+    odd = pa.Array.from_buffers(pa.string(), 1, pa.array([b"\xffa"]).buffers())
+    deep = pa.StructArray.from_arrays([odd], ["text"])
+    pq.write_table(pa.table({"key": ["k0"], "deep": deep}), tmp_path / "in.parquet")
+    with pytest.raises(DataError, match=r"from 0 on holds.*'deep'.*FILE.parquet"):
+        write(spec, tmp_path / "out.jsonl", iter([result(0)]))
+    assert write(spec, tmp_path / "out.parquet", iter([result(0)])) == 1
 
 
 def test_columns_have_their_order_and_kept_types(tmp_path: Path) -> None:

@@ -4,10 +4,11 @@ takes."""
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from batchrun.config import Deployment, load_deployment
@@ -16,6 +17,7 @@ from batchrun.daemon.fleets import Fleets
 from batchrun.daemon.plugin import profile_path
 from batchrun.daemon.supervisor import Supervisor
 from batchrun.errors import ConfigError, StateError, StoreUnreachableError
+from batchrun.estimator.engine_capacity import CallLengths, fleet_capacity
 from batchrun.estimator.fits import FittedModel
 from batchrun.estimator.profile import CalibrationProfile, EngineIdentity, IdenticalSpread
 from batchrun.estimator.step_time import RooflineModel
@@ -26,7 +28,7 @@ from batchrun.server.api.replica_follower import ReplicaFollower
 from batchrun.server.api.watch import LoopWatch
 from batchrun.server.gateway.tally import SeenReply, Tally, create_tally
 from batchrun.server.web.calls_of_all import CallsOfAll
-from batchrun.server.web.gateway_figures import GatewayFigures
+from batchrun.server.web.gateway_figures import EngineCalls, GatewayFigures
 from batchrun.simulator.calibrate import (
     check_nothing_runs,
     choose_engine,
@@ -163,6 +165,44 @@ async def test_dry_only_says_what_it_would_do(store: Store, tmp_path: Path) -> N
         said = await followed.pass_minute(9_000)
         assert (said["replicas"], followed.target) == (6, 2)
         assert str(said["says"]).startswith("dry, would have by its calls: 6, which is max")
+        said = [await followed.pass_minute(0) for _ in range(5)][-1]
+        assert (said["replicas"], said["cause"], followed.target) == (6, "patience", 2)
+    finally:
+        await followed.supervisor.close()
+
+
+async def test_calls_and_what_engines_hold_are_priced_alike(store: Store, tmp_path: Path) -> None:
+    followed = follow(store, tmp_path, "dry")
+    (fleet,) = followed.follower._followed
+    prompts = np.repeat([400, 30_000], [270, 30])
+    lengths = CallLengths(prompts, np.zeros_like(prompts), np.where(prompts > 400, 900, 100))
+    try:
+        await fleet.find_capacity(lengths, 0.0)
+        assert fleet.capacity is not None
+        totals = [len(lengths), prompts.sum(), 0, lengths.output_tokens.sum()]
+        for num in (1, 2):
+            counts = EngineCalls("fleet-0", *(int(num * total) for total in totals))
+            fleet.take({"fleet-0": counts}, MINUTE_S, are_all_heard=True)
+        trial = replace(fleet.trial, lengths=lengths)
+        one = fleet_capacity(trial, 1.0, 6)  # Calls a second.
+        calls_per_s = len(lengths) / MINUTE_S
+        filled = fleet.forecast.loads[-1] / fleet.capacity.work(2)
+        assert filled == pytest.approx(calls_per_s / one.work(2))
+    finally:
+        await followed.supervisor.close()
+
+
+async def test_calls_of_a_gateway_that_tells_nothing_are_not_gone(
+    store: Store, tmp_path: Path
+) -> None:
+    followed = follow(store, tmp_path, "dry")
+    (fleet,) = followed.follower._followed
+    try:
+        for num, are_all_heard in ((0, True), (900, True), (1_000, False), (1_100, True)):
+            counts = EngineCalls("fleet-0", num, 1_000 * num, 0, 100 * num)
+            fleet.take({"fleet-0": counts}, MINUTE_S, are_all_heard=are_all_heard)
+        first, held, last = fleet.forecast.loads
+        assert held == first > 5 * last
     finally:
         await followed.supervisor.close()
 

@@ -135,6 +135,18 @@ def test_what_is_ahead_is_as_yesterday_times_what_today_is_of_it() -> None:
     assert night == pytest.approx(1.44 * np.mean([wave(minute) for minute in range(120)]), rel=0.05)
 
 
+def test_a_day_of_another_size_is_as_now_by_the_course_of_the_day_before() -> None:
+    forecast = TideForecast(4)
+    for load, minutes in ((0.5, DAY), (5.0, DAY // 2)):
+        for _ in range(minutes):
+            forecast.add(load)
+    assert forecast.mean_ahead(360) == pytest.approx(5.0)
+    for load, minutes in ((5.0, DAY), (0.5, 100)):
+        for _ in range(minutes):
+            forecast.add(load)
+    assert forecast.mean_ahead(360) == pytest.approx(2.5), "it may come back as it was"
+
+
 def test_what_engines_are_believed_to_hold_is_corrected_by_what_callers_feel() -> None:
     correction = CapacityCorrection()
     correction.learn(filled=0.5, missed=0.0)
@@ -159,8 +171,9 @@ def test_the_number_goes_up_at_once_and_down_after_a_while() -> None:
         number = decision.replicas
         numbers.append(number)
     assert numbers == [4, 7, 7, 7, 7, 7, 5, 5, 5, 3]
-    patient = FleetSizer(TideSettings(1, 10)).decide(0.0, 5, ask(1, 2), ALIKE)
-    assert patient.replicas == 2, "nothing says that more were needed lately"
+    heir, early = FleetSizer(TideSettings(1, 10)), ask(1, 2)
+    assert heir.decide(0.0, 5, early, ALIKE).replicas == 5, "who led before may have needed five"
+    assert heir.decide(600.0, 5, early, ALIKE).replicas == 2
 
 
 @pytest.mark.parametrize(

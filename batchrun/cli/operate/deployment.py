@@ -32,6 +32,7 @@ from batchrun.control.starting import (
     start_in_background,
     stop_everything,
 )
+from batchrun.engine.process import stop_recorded
 from batchrun.errors import BatchrunError, ConfigError, InputError
 from batchrun.files import DAEMON, check_limits
 from batchrun.home import Home
@@ -47,6 +48,13 @@ def up(
     ray_address: Annotated[
         str | None, typer.Option("--ray-address", help="Where Ray is, for engines with `ray`.")
     ] = None,
+    with_gateway: Annotated[
+        bool,
+        typer.Option(
+            "--with-gateway",
+            help="End on SIGTERM with the gateway, which ends its calls first: for containers.",
+        ),
+    ] = False,
     config: ConfigOption = None,
     home: HomeOption,
     as_json: JsonOption = False,
@@ -56,12 +64,14 @@ def up(
     said = {"model": model, "listen": listen, "ray_address": ray_address}
     reread = partial(read_deployment, config, **said)
     deployment = reread()
+    if detach and with_gateway:
+        raise InputError("--with-gateway is for `up` in the foreground; `batchrun down` ends all")
     if detach:
         picture = start_in_background(home, flags_of(config, **said))
         by = f"stands by; {picture['leadership']['leader']} leads, " if stands_by(picture) else ""
         answer(picture, f"{by}online endpoint {picture['gateway']}/v1", as_json=as_json)
     else:
-        _run_here(reread, home, deployment.listen)
+        _run_here(reread, home, deployment.listen, with_gateway=with_gateway)
 
 
 def down(*, home: HomeOption, as_json: JsonOption = False) -> None:
@@ -71,7 +81,9 @@ def down(*, home: HomeOption, as_json: JsonOption = False) -> None:
     answer({"stopped": stopped}, shown, as_json=as_json)
 
 
-def _run_here(reread: Callable[[], Deployment], home: Home, listen: str) -> None:
+def _run_here(
+    reread: Callable[[], Deployment], home: Home, listen: str, *, with_gateway: bool
+) -> None:
     from batchrun.server.api.process import serve
 
     logging.basicConfig(
@@ -90,8 +102,12 @@ def _run_here(reread: Callable[[], Deployment], home: Home, listen: str) -> None
     if ended_by == signal.SIGINT:
         note("stopping the gateway and the engines too (jobs go on with the next `batchrun up`)")
         stop_everything(home)
+    elif with_gateway:
+        stop_recorded(home.gateway_process, GATEWAY_GRACE_S)
 
 
+GATEWAY_GRACE_S = 35.0
+"""More than its streams have to end."""
 SAMPLE_ROWS = 16
 
 DEPLOYMENT_FILE = """\

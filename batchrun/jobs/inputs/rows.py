@@ -12,6 +12,7 @@ import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -125,43 +126,57 @@ _EMPTY_BATCH_ROWS = 8192
 
 
 class Undecodable:
-    """Stands for text that is not valid UTF-8: whoever looks at it gets a ValueError."""
+    """Stands for a value that Python cannot hold, such as text that is not UTF-8 or a date beyond
+    the year 9999: whoever looks at it gets a ValueError. `shown` is what can be told of it."""
 
-    def __init__(self, column: str) -> None:
-        self._reason = f"column {column!r} is not valid UTF-8"
+    def __init__(self, reason: str, shown: str | None) -> None:
+        self.reason, self.shown = reason, shown
 
     def __str__(self) -> str:
-        raise ValueError(self._reason)
+        raise ValueError(self.reason)
 
     def __bool__(self) -> bool:
-        raise ValueError(self._reason)
+        raise ValueError(self.reason)
+
+
+_UNREADABLE = (ValueError, OverflowError, pa.ArrowException)
 
 
 def native_rows(batch: pa.RecordBatch) -> list[Row]:
     """The rows of a batch as native Python values; sub-microsecond times are cut.
 
-    Text that cannot be decoded becomes `Undecodable`.
+    What Python cannot hold becomes `Undecodable`.
     """
     if not batch.num_columns:
         return [{} for _ in range(batch.num_rows)]
     fields = [field.with_type(_without_nanoseconds(field.type)) for field in batch.schema]
     schema = pa.schema(fields)
-    fitted = batch if schema == batch.schema else batch.cast(schema, safe=False)
     try:
+        fitted = batch if schema == batch.schema else batch.cast(schema, safe=False)
         rows: list[Row] = fitted.to_pylist()
-    except UnicodeDecodeError:
-        return [_decodable_part(fitted, index) for index in range(fitted.num_rows)]
+    except _UNREADABLE:
+        columns = [*zip(batch.schema.names, batch.columns, schema.types, strict=True)]
+        return [
+            {name: _cell(name, column.slice(index, 1), kind) for name, column, kind in columns}
+            for index in range(batch.num_rows)
+        ]
     return rows
 
 
-def _decodable_part(batch: pa.RecordBatch, index: int) -> Row:
-    row: Row = {}
-    for name, column in zip(batch.schema.names, batch.columns, strict=True):
-        try:
-            row[name] = column[index].as_py()
-        except UnicodeDecodeError:
-            row[name] = Undecodable(name)
-    return row
+def _cell(name: str, cell: pa.Array, kind: pa.DataType) -> object:
+    try:
+        return cell.cast(kind, safe=False)[0].as_py()
+    except UnicodeDecodeError:
+        reason = f"column {name!r} is not valid UTF-8"
+    except _UNREADABLE as error:
+        reason = f"column {name!r} cannot be read: {error}"
+    shown = None
+    with suppress(*_UNREADABLE):
+        if pa.types.is_timestamp(kind):
+            cell = cell.cast(pa.timestamp(kind.unit), safe=False)  # UTC, whatever its zone is.
+        octets = cell.cast(pa.string(), safe=False).cast(pa.binary())[0].as_py()
+        shown = octets.decode("utf-8", "replace")
+    return Undecodable(reason, shown)
 
 
 def empty_batches(num_rows: int) -> Iterator[pa.RecordBatch]:
@@ -187,7 +202,8 @@ def type_name(value: object) -> str:
 
 
 def plain_json(value: object) -> object:
-    """`value` with only JSON's types in it: times as ISO text, bytes as base64, NaN as null."""
+    """`value` with only JSON's types in it: times as ISO text, bytes as base64, NaN as null; what
+    Python cannot hold as text. Raises ValueError where that cannot be done."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -202,10 +218,19 @@ def plain_json(value: object) -> object:
         return value.total_seconds()
     if isinstance(value, decimal.Decimal):
         return str(value)
+    if isinstance(value, Undecodable):
+        if value.shown is None:
+            raise ValueError(value.reason)
+        return value.shown
     return value
 
 
 def _without_nanoseconds(kind: pa.DataType) -> pa.DataType:
+    if pa.types.is_struct(kind):
+        return pa.struct([each.with_type(_without_nanoseconds(each.type)) for each in kind.fields])
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        field = kind.value_field.with_type(_without_nanoseconds(kind.value_type))
+        return pa.list_(field) if pa.types.is_list(kind) else pa.large_list(field)
     if pa.types.is_timestamp(kind) and kind.unit == "ns":
         return pa.timestamp("us", kind.tz)
     if pa.types.is_duration(kind) and kind.unit == "ns":

@@ -22,9 +22,7 @@ from batchrun.jobs.spec import JobSpec
 from batchrun.jobs.submit import PLAN_NAME, plan_file
 from batchrun.store.check import Violation
 from batchrun.store.jobs import JobRecord
-from batchrun.types import JobState
 
-WITH_OUTPUT = frozenset({JobState.COMPLETED, JobState.CANCELLED, JobState.EXPIRED})
 ORPHAN_AGE_S = 86_400.0
 """A link that no job names may belong to a submission under way, but not for so long."""
 LINK_NAME = re.compile(r"[0-9a-f]{32}-.+", re.DOTALL)
@@ -157,8 +155,7 @@ def _input_faults(file: PinnedFile, links: Path) -> Iterator[str]:
 
 
 def _has_output(record: JobRecord) -> bool:
-    is_written = record.state in WITH_OUTPUT and record.reason is None and not record.is_batch
-    return is_written and record.results_removed_at is None
+    return record.has_output and not record.is_batch and record.results_removed_at is None
 
 
 def _output_faults(path: str, record: JobRecord) -> Iterator[str]:

@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from batchrun.errors import DataError
 from batchrun.files import atomic_file
 from batchrun.jobs.inputs.input_data import InputData, check_columns
 from batchrun.jobs.inputs.rows import Row, native_rows, plain_json
@@ -226,11 +227,25 @@ def write_output(
                     _output_row(ids[index], result, spec)
                     for index, result in zip(present, found, strict=True)
                 ]
-                sink.write(rows, _selected(kept, present))
+                with _writable(first_row):
+                    sink.write(rows, _selected(kept, present))
                 num_written += len(rows)
             if progress is not None:
                 progress("writing the results", first_row + len(ids), data.num_rows)
     return num_written
+
+
+@contextmanager
+def _writable(first_row: int) -> Iterator[None]:
+    """Raises DataError for what the input has and the output's format cannot hold."""
+    try:
+        yield
+    except (ValueError, TypeError, OverflowError, pa.ArrowException) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise DataError(
+            f"a row from {first_row} on holds what the output cannot: {reason}; "
+            "`batchrun results JOB -o FILE.parquet` writes kept columns as they are"
+        ) from None
 
 
 def _bounded(

@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 
 MINUTES = "calls"
 """Whose the minutes are that it keeps."""
+LAST_S = 900.0
+"""A job that runs and would end within this does not wait once more."""
 SPARE = 0.5
 """Calls may take as much of the engines' time as this leaves."""
 
@@ -92,15 +94,19 @@ class CheapStarts:
 
     def _minutes_to_wait(self, job: ActiveJob) -> int:
         """None while nobody knows how fast an engine is; one while none is there. All work that is
-        due no later has to be done besides."""
+        due no later has to be done besides. A job that runs and has hardly any rows left ends."""
         slots = [each for each in self._daemon.slots if each.is_usable and each.serves(job.model)]
-        if not slots or not all(slot.load.is_speed_known for slot in slots):
+        known = [slot.load.speed for slot in slots if slot.load.is_speed_known]
+        if not known:
             return 0 if slots else 1
+        speed = sum(known) / len(known) * len(slots)
+        runs = job.id not in self._daemon.dispatcher.waiting and job.queue.num_in_flight > 0
+        if runs and job.queue.left_work_s < LAST_S * speed:
+            return 0
         left_s = job.left_s
         jobs = {each.id: each for each in [job, *self._daemon.active.values()]}.values()
         due = [each for each in jobs if each is job or each.left_s <= left_s]
         work_s = sum(each.queue.left_work_s for each in due)
-        speed = sum(slot.load.speed for slot in slots)
         return minutes_to_cheap_time(self._day, work_s / (SPARE * speed), left_s)
 
     async def _note_load(self, num_minutes: int, now_s: float) -> None:
@@ -115,7 +121,7 @@ class CheapStarts:
                 for each in self._calls.totals.values()
             ),
         )
-        if before is None:
+        if before is None or num_minutes > SAVE_MINUTES:
             self._fill(num_minutes)
             return
         load = (self._tokens - before) / num_minutes

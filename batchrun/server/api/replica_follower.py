@@ -109,14 +109,19 @@ class FollowedFleet:
     def _minutes(self) -> str:
         return f"fleet {self.config.name}"
 
-    def take(self, totals: Mapping[str, EngineCalls], elapsed_s: float) -> None:
-        """What gateways have counted by now; the first time it only begins to count."""
+    def take(
+        self, totals: Mapping[str, EngineCalls], elapsed_s: float, *, are_all_heard: bool
+    ) -> None:
+        """What gateways have counted by now; the first time it only begins to count. Where one of
+        them has not told its calls, there are no fewer than before."""
         its = {name: totals[name] for name in self.config.replica_names if name in totals}
         if self._totals is not None:
             work_s = sum(self._work_s(now, self._totals.get(name)) for name, now in its.items())
             load = work_s / max(elapsed_s, 1.0)
             if elapsed_s > GAP_S and self.forecast.loads:
                 load = self.forecast.loads[-1]  # Nobody counted these minutes.
+            elif not are_all_heard and self.forecast.loads:
+                load = max(load, self.forecast.loads[-1])
             for _ in range(max(1, min(round(elapsed_s / MINUTE_S), DAY))):
                 self.forecast.add(load)
         self._totals = its
@@ -155,8 +160,9 @@ class FollowedFleet:
         else:
             lengths = USUAL
         trial = replace(self.trial, lengths=lengths)
+        # As `_work_s` prices the calls of a minute: those of mean length.
         tokens = lengths.prompt_tokens, lengths.cached_tokens, lengths.output_tokens
-        work_s = float(self.prices.added_s(*tokens).mean())
+        work_s = float(self.prices.added_s(*(np.array([each.mean()]) for each in tokens))[0])
         most = self.replicas.most
         self.capacity = await asyncio.to_thread(fleet_capacity, trial, work_s, most)
 
@@ -210,7 +216,7 @@ class ReplicaFollower:
         elapsed_s = MINUTE_S if self._looked_s is None else now_s - self._looked_s
         self._looked_s = now_s
         for fleet in self._followed:
-            fleet.take(self._calls.totals, elapsed_s)
+            fleet.take(self._calls.totals, elapsed_s, are_all_heard=self._calls.are_all_heard)
             fleet.feel(self._calls.felt, len(self._ready(fleet)))
             await fleet.find_capacity(self._lengths(fleet), now_s)
             self._decide(fleet, now_s)
@@ -221,9 +227,11 @@ class ReplicaFollower:
         target = self._fleets.target(name)
         asked = self._asked(fleet)
         capacity = fleet.capacity.times(fleet.correction.factor)
-        decision = fleet.sizer.decide(now_s, target, asked, capacity)
         is_on = fleet.replicas.follow == "on"
         before = self._fleets.advice.get(name, {}).get("replicas", target)
+        # A fleet that is only told of goes on from what it would have by now.
+        num_wanted = target if is_on else before
+        decision = fleet.sizer.decide(now_s, num_wanted, asked, capacity)
         view = self._fleets.advice[name] = _view(decision, fleet.correction.factor, is_on=is_on)
         if decision.replicas != before:
             log.info("fleet %s %s", name, view["says"])
@@ -240,7 +248,7 @@ class ReplicaFollower:
                 continue
             if slots and not any(slot.serves(job.model) for slot in slots):
                 continue
-            has_rows |= job.queue.num_pending > 0
+            has_rows |= not job.queue.is_finished
             if job.record.expires_at is not None:
                 left_s = job.record.expires_at - time.time()
                 work_s = job.queue.left_work_s / speed_of(fleet.prices)

@@ -43,6 +43,8 @@ REPORT_PREFIX = "calls:"
 """With it begins the key of the setting that holds a daemon's report."""
 FORGET_S = 3_600.0
 """A report that has not changed for so long is removed: its daemon is gone."""
+MISSED_S = 900.0
+"""A gateway that has told nothing for less than this may serve calls still."""
 MOST_LENGTHS = 1_000
 Counts = tuple[int, ...]
 SAVE_MINUTES = 5
@@ -119,6 +121,9 @@ class CallsOfAll:
         self._first_look_s = math.inf
         self._reports: dict[str, CallReport] = {}
         self._changed_s: dict[str, float] = {}
+        self.are_all_heard = True
+        """Whether each gateway that told calls in the last quarter of an hour did so in the minute
+        before the last look: one whose daemon has died may serve on."""
         self.totals: dict[str, EngineCalls] = {}
         """By engine, what calls have brought."""
         self.felt: dict[str, FeltCalls] = {}
@@ -156,7 +161,9 @@ class CallsOfAll:
             for key, report in reports.items():
                 self._count(key, report, now_s)
             await self._forget(now_s)
-            return any(now_s < at_s + MINUTE_S for at_s in self._changed_s.values())
+            ages_s = [now_s - at_s for at_s in self._changed_s.values()]
+            self.are_all_heard = not any(MINUTE_S <= age_s < MISSED_S for age_s in ages_s)
+            return any(age_s < MINUTE_S for age_s in ages_s)
 
     def _heard(self) -> Iterable[CallReport]:
         """Of gateways whose daemons are there."""

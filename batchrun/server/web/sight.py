@@ -345,7 +345,7 @@ class Sight:
 def written_output(record: JobRecord) -> Path | None:
     """The output file that a job has written on this machine. Blocking."""
     place = record.output_path
-    if record.is_batch or not record.state.is_terminal or is_url(place) or not place:
+    if record.is_batch or not record.has_output or is_url(place) or not place:
         return None
     path = Path(place)
     return path if path.is_file() else None
