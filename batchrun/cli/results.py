@@ -32,7 +32,7 @@ from batchrun.jobs.spec import JobSpec
 from batchrun.jobs.submit import open_submitted
 from batchrun.store import results as result_records
 from batchrun.store.database import Store
-from batchrun.store.jobs import JobRecord
+from batchrun.store.jobs import JobRecord, note_output
 from batchrun.types import JobState
 
 OUTPUT_SUFFIXES = (".parquet", ".jsonl")
@@ -83,6 +83,8 @@ def results(
                     is_partial=partial,
                     progress=progress,
                 )
+            if output is None:
+                note_output(store, record.id)
     answer({"id": record.id, "path": place, "rows": num_rows}, place, as_json=as_json)
 
 

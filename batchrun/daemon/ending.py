@@ -341,7 +341,7 @@ class JobEnd:
             self._retry_at_s[record.seq] = time.monotonic() + self.retry_s
             await self.pause(record.id, reason)
             return False
-        if record.ends_as is JobState.FAILED:
+        if record.ends_as is JobState.FAILED and record.state is JobState.FINALIZING:
             reason = await until_reached(_common_error, self.store, record)
         finish: Callable[..., JobRecord] = partial(jobs.finish, now_s=time.time(), reason=reason)
         try:

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import json
 import logging
+import math
 import time
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -156,7 +157,8 @@ class Fleets:
         for engine in wanted:
             leaves_by_s.pop(engine, None)
         for slot in leaving:
-            leaves_by_s.setdefault(slot.engine.name, time.monotonic() + drain_s)
+            by_s = leaves_by_s.get(slot.engine.name, math.inf)
+            leaves_by_s[slot.engine.name] = min(by_s, time.monotonic() + drain_s)
         left = [(slot, leaves_by_s[slot.engine.name]) for slot in leaving]
         self._resizing[name] = asyncio.create_task(_shrink(fleet, wanted, left))
 

@@ -10,7 +10,6 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
 from dataclasses import dataclass, replace
-from email.utils import parsedate_to_datetime
 from functools import partial
 from urllib.parse import urlsplit
 
@@ -21,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from batchrun import types
 from batchrun.engine.progress import SILENCE, Look, look_at_page
 from batchrun.errors import ConfigError, EngineError
-from batchrun.media.connections import CleanConnector
+from batchrun.media.connections import CleanConnector, parse_retry_after
 from batchrun.strict import LARGE_JSON_BYTES, parse_json
 from batchrun.types import Outcome, OutcomeKind, Request, RowError, Usage
 
@@ -66,6 +65,7 @@ _RESULT_KEYS = {
     "/v1/embeddings": "data",
     "/v1/responses": "output",
 }
+OF_ANOTHER = "the engine's reply is to another request"
 _BUSY_STATUSES = frozenset({429, 503})
 _RETRY_STATUSES = frozenset({408, 409, 425})
 _JOB_STATUSES = frozenset({401, 403, 404})
@@ -118,26 +118,12 @@ def failure(
     )
 
 
-def parse_retry_after(value: str | None, *, now_s: float) -> float | None:
-    """Seconds to wait from a `Retry-After` header (seconds or a date); None when it is neither."""
-    if value is None:
-        return None
-    try:
-        wait_s = float(value)
-    except ValueError:
-        try:
-            wait_s = parsedate_to_datetime(value).timestamp() - now_s
-        except (ValueError, OverflowError):
-            return None
-    return max(0.0, wait_s) if math.isfinite(wait_s) else None
-
-
 def _classify_success(request: Request, reply: Reply) -> Outcome:
     document = _parse_object(reply.body)
     key = _RESULT_KEYS.get(request.endpoint)
     code, problem, finish_reason = "invalid_response", _find_problem(document, key), None
     if document is not None and not problem and _is_of_another(request, document.get("id")):
-        problem = "the engine's reply is to another request"
+        problem = OF_ANOTHER
     if document is not None and not problem and key == "choices":
         finish_reason = _finish_reason(document)
     if finish_reason in _UNFINISHED_REASONS:
@@ -371,7 +357,13 @@ class EngineClient:
         else:
             self._num_answered += reply.status_code < 300
             work = partial(classify, request, reply, now_s=time.time())
-            return await asyncio.to_thread(work) if len(reply.body) > LARGE_JSON_BYTES else work()
+            is_large = len(reply.body) > LARGE_JSON_BYTES
+            outcome = await asyncio.to_thread(work) if is_large else work()
+            if outcome.error is not None and outcome.error.message == OF_ANOTHER:
+                connector = self._open().connector
+                assert isinstance(connector, CleanConnector)
+                connector.doubt_all()
+            return outcome
         return failure(request, kind, row_error, duration_s=time.monotonic() - start_s)
 
     async def models(self) -> tuple[str, ...]:

@@ -164,7 +164,7 @@ def prepare_command(settings: ManagedSettings) -> Command:
     argv = build_argv(settings, build, env)
     if build.is_cpu:
         env = {**_CPU_ENV, **env}
-    elif not _has_cuda_compiler():
+    elif not _has_cuda_compiler(env):
         env = {**_NO_COMPILER_ENV, **env}
     return Command(argv, env)
 
@@ -342,9 +342,10 @@ def has_gpu() -> bool:
     return any(Path("/dev").glob("nvidia[0-9]*"))
 
 
-def _has_cuda_compiler() -> bool:
-    toolkit = os.environ.get("CUDA_HOME") or "/usr/local/cuda"
-    return shutil.which("nvcc") is not None or Path(toolkit, "bin/nvcc").exists()
+def _has_cuda_compiler(env: Mapping[str, str]) -> bool:
+    toolkit = env.get("CUDA_HOME") or "/usr/local/cuda"
+    is_on_path = shutil.which("nvcc", path=env.get("PATH")) is not None
+    return is_on_path or Path(toolkit, "bin/nvcc").exists()
 
 
 def check_port_free(

@@ -174,10 +174,11 @@ class ManagedEngine:
             if was_killed is not None:
                 kind = _KilledError if was_killed else EngineError
                 raise kind(await self._explain_death(record))
-            if time.monotonic() > deadline_s:
+            now_s = time.monotonic()
+            if now_s > deadline_s:
                 await asyncio.to_thread(process.terminate, record, self.settings.stop_grace_s)
                 raise EngineError(
-                    f"engine {self.name} was not ready after {time.monotonic() - began_s:.0f} s "
+                    f"engine {self.name} was not ready after {now_s - began_s:.0f} s "
                     f"(it was {self.stage}); log: {self.settings.log_path}"
                 )
             await asyncio.sleep(_POLL_S)

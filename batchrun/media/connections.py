@@ -3,7 +3,11 @@ unasked comes on them."""
 
 from __future__ import annotations
 
+import math
+from email.utils import parsedate_to_datetime
 from errno import EADDRNOTAVAIL, EMFILE, ENFILE, ENOBUFS, ENOMEM
+from typing import Any
+from weakref import WeakSet
 
 import aiohttp
 from aiohttp.client import ClientTimeout
@@ -39,6 +43,17 @@ class CleanConnector(aiohttp.TCPConnector):
     """Gives no connection out again on which bytes came after its last reply: what a server sent
     twice would be taken for the reply to the next call, and so on with all calls after that."""
 
+    def __init__(self, **options: Any) -> None:
+        """`options` are those of aiohttp's."""
+        super().__init__(**options)
+        self._given: WeakSet[object] = WeakSet()
+        self._doubted: WeakSet[object] = WeakSet()
+
+    def doubt_all(self) -> None:
+        """A reply was to another call: give no connection out again that was given out before, as
+        one of them is a reply behind."""
+        self._doubted |= self._given
+
     async def connect(
         self,
         req: aiohttp.ClientRequest,
@@ -48,7 +63,11 @@ class CleanConnector(aiohttp.TCPConnector):
         """A connection, kept or new."""
         while True:
             connection = await super().connect(req, traces, timeout)
-            if connection.protocol is None or not connection.protocol.should_close:
+            protocol = connection.protocol
+            if protocol is None:
+                return connection
+            if not protocol.should_close and protocol not in self._doubted:
+                self._given.add(protocol)
                 return connection
             connection.close()
 
@@ -70,3 +89,17 @@ def open_session(*, keep_alive_s: float = KEEP_ALIVE_S) -> aiohttp.ClientSession
         auto_decompress=False,
         skip_auto_headers=_LIBRARY_HEADERS,
     )
+
+
+def parse_retry_after(value: str | None, *, now_s: float) -> float | None:
+    """Seconds to wait from a `Retry-After` header (seconds or a date); None when it is neither."""
+    if value is None:
+        return None
+    try:
+        wait_s = float(value)
+    except ValueError:
+        try:
+            wait_s = parsedate_to_datetime(value).timestamp() - now_s
+        except (ValueError, OverflowError):
+            return None
+    return max(0.0, wait_s) if math.isfinite(wait_s) else None

@@ -279,6 +279,13 @@ def finish(store: Store, job_id: str, *, now_s: float, reason: str | None = None
         return move_job(connection, job_id, allowed, ends_as, finished_at=now_s, reason=reason)
 
 
+def note_output(store: Store, job_id: str) -> None:
+    """The output of a job that has ended without one is in its place after all."""
+    with store.write() as connection:
+        ended = jobs.c.state.in_([str(JobState.CANCELLED), str(JobState.EXPIRED)])
+        connection.execute(update(jobs).where(jobs.c.id == job_id, ended).values(reason=None))
+
+
 def get(store: Store, job_id: str) -> JobRecord:
     """The job with this id, or with this unique prefix of its id, or the newest of this name.
 

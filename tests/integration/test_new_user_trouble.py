@@ -19,6 +19,7 @@ from deployment_rig import JOB_FILE, DeploymentRig
 from openai import APIConnectionError
 
 from batchrun.control.starting import POLL_INTERVAL_S
+from batchrun.server.api.process import CLEAN_STOP_S
 
 pytestmark = pytest.mark.slow
 
@@ -103,7 +104,7 @@ def test_of_two_ups_at_once_one_is_refused_and_the_deployment_runs(rig: Deployme
 
 
 def test_a_container_that_is_stopped_ends_calls_first(rig: DeploymentRig) -> None:
-    rig.use_fake_engine("--latency-s=3")
+    rig.use_fake_engine(f"--latency-s={CLEAN_STOP_S + 2}")
     refused = rig.call("up", "-d", "--with-gateway")
     assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
     with rig.start("up", "--with-gateway") as up, rig.openai(max_retries=0) as client:

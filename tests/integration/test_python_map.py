@@ -250,6 +250,9 @@ def test_the_output_of_an_earlier_job_is_not_that_of_a_later_one(
         later.results()
     refused = rig.call("results", later.id)
     assert refused.returncode != 0 and "of-another" in refused.stderr
+    (rig.folder / "out[1].jsonl" / "of-another").unlink()
+    assert rig.call("results", later.id).returncode == 0
+    assert later.results().collect().height == 20_000
 
 
 PROGRAM = """\

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+from contextlib import suppress
 
 import pytest
 from engine_builders import CHAT, make_request
@@ -14,11 +16,11 @@ from batchrun.engine.client import (
     Reply,
     classify,
     parse_kv_config,
-    parse_retry_after,
 )
+from batchrun.media.connections import parse_retry_after
 from batchrun.server.gateway.replies import ReplyUsage
 from batchrun.types import Outcome, OutcomeKind, Usage
-from benchmarks.evil_engines import MODEL, EvilEngine
+from benchmarks.evil_engines import MODEL, EvilEngine, whole
 
 NOW_S = 1_700_000_000.0
 CHOICE = {"index": 0, "message": {"content": "hi"}, "finish_reason": "stop"}
@@ -247,6 +249,30 @@ async def test_what_an_engine_tells_of_itself_is_bounded() -> None:
     finally:
         await client.close()
         server.close()
+
+
+async def test_a_connection_that_is_a_reply_behind_is_used_once() -> None:
+    async def answer_late(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Each call on a connection gets the reply to the one before, the first its own."""
+        before = None
+        with suppress(asyncio.IncompleteReadError):
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                await reader.readexactly(int(re.findall(rb"(?i)content-length: (\d+)", head)[0]))
+                asked = re.findall(rb"(?i)x-request-id: (\S+)", head)[0].decode()
+                reply = {"id": f"chatcmpl-{before or asked}", "choices": [CHOICE]}
+                writer.write(whole(json.dumps(reply).encode()))
+                before = asked
+        writer.close()
+
+    server = await asyncio.start_server(answer_late, "127.0.0.1", 0)
+    client = EngineClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+    try:
+        kinds = [(await client.execute(make_request(CHAT, row=row))).kind for row in range(4)]
+    finally:
+        await client.close()
+        server.close()
+    assert kinds == [OutcomeKind.OK, OutcomeKind.RETRY, OutcomeKind.OK, OutcomeKind.RETRY]
 
 
 def test_a_date_outside_of_the_calendar_is_no_wait() -> None:

@@ -28,7 +28,7 @@ whose number follows the calls (3), an engine apart from the way to its agent, c
 the daemon apart from those for engines, the peak of a trace (3), jobs that wait for cheap
 hours, orders to the leader of a database (2), outputs of many files, calls that gateways of all
 daemons count, and which numbers of engines a planner tries."""
-MAX_LINES = 62_259
+MAX_LINES = 62_334
 """22,500 more for these, for groups by key portion and rows over engines by speed, several models,
 a planner that sizes on several draws, bounds on what callers and engines send and hold, and
 daemons that stand by, deployments that calls at once share, processes that watch their parents,
@@ -40,13 +40,13 @@ orders to the leader of a database, outputs of many files and as a stream, engin
 in a simulation, engines that all gateways know to be emptied, calls that
 gateways of all daemons count, agents that drain, draws of a plan side by side, replicas whose GPUs
 are given back last, fleets that a rolling restart renews and that nothing leaves behind, and kept
-values that Python cannot hold."""
+values that Python cannot hold, and connections that are a reply behind."""
 MAX_SHORT_FILES = 25
 SHORT_LINES = 80
 LONGEST_LINES = 500
 MAX_FILES_IN_FOLDER = 16
 """One more: what batchrun.yaml says of an engine has outgrown the file of the others."""
-MAX_BENCHMARK_LINES = 18_986
+MAX_BENCHMARK_LINES = 18_990
 """10,800 more: rows of videos, real traffic and many jobs as scenarios, rows whose answers nobody
 knows, the price of rows, reserves, evictions, buckets, a real trace beside jobs, routers and what a
 decision costs, orders of calls, rows over engines, the page and Python; parts that hang, 118 odd

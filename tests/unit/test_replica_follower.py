@@ -23,7 +23,7 @@ from batchrun.estimator.profile import CalibrationProfile, EngineIdentity, Ident
 from batchrun.estimator.step_time import RooflineModel
 from batchrun.home import Home
 from batchrun.server.api.metrics import MetricsPage
-from batchrun.server.api.process import serve
+from batchrun.server.api.process import Foreground, serve
 from batchrun.server.api.replica_follower import ReplicaFollower
 from batchrun.server.api.watch import LoopWatch
 from batchrun.server.gateway.tally import SeenReply, Tally, create_tally
@@ -221,7 +221,7 @@ def test_a_daemon_that_could_not_follow_as_a_leader_does_not_stand_by(tmp_path: 
     deployment, home = deployment_of(tmp_path, follow="on"), Home(tmp_path / "home")
 
     with pytest.raises(ConfigError, match=r"fleet fleet: 'follow' needs a profile"):
-        serve(lambda: deployment, home, on_ready=lambda: None)
+        serve(lambda: deployment, home, Foreground(lambda: None))
     assert not home.has_store
 
 

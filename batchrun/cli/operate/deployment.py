@@ -84,7 +84,7 @@ def down(*, home: HomeOption, as_json: JsonOption = False) -> None:
 def _run_here(
     reread: Callable[[], Deployment], home: Home, listen: str, *, with_gateway: bool
 ) -> None:
-    from batchrun.server.api.process import serve
+    from batchrun.server.api.process import Foreground, serve
 
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
@@ -92,7 +92,11 @@ def _run_here(
     logging.getLogger("alembic").setLevel(logging.WARNING)  # Else a line for each of its plug-ins.
     ready = f"online endpoint http://{listen}/v1"
     try:
-        ended_by = serve(reread, home, on_ready=lambda: note(ready))
+        after_s: dict[int, float] = {
+            signal.SIGINT: STOP_ALL_S,
+            signal.SIGTERM: GATEWAY_STOP_S * with_gateway,
+        }
+        ended_by = serve(reread, home, Foreground(lambda: note(ready), after_s))
     except ConfigError:
         raise  # What ran before goes on.
     except BatchrunError:
@@ -106,8 +110,9 @@ def _run_here(
         stop_recorded(home.gateway_process, GATEWAY_GRACE_S)
 
 
-GATEWAY_GRACE_S = 35.0
-"""More than its streams have to end."""
+GATEWAY_GRACE_S, GATEWAY_STOP_S = 35.0, 45.0
+"""More than its streams have to end, and than it then takes to end the gateway."""
+STOP_ALL_S = 300.0
 SAMPLE_ROWS = 16
 
 DEPLOYMENT_FILE = """\

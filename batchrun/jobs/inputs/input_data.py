@@ -203,7 +203,7 @@ def _iter_ids(data: InputData, column: str) -> Iterator[tuple[int, str]]:
 
 def _describe(value: object) -> str:
     if isinstance(value, Undecodable):
-        return "not valid UTF-8"
+        return "not valid UTF-8, or out of range"
     return "null" if value is None else f"a {type(value).__name__}"
 
 

@@ -125,18 +125,26 @@ class InputFile(ABC):
 _EMPTY_BATCH_ROWS = 8192
 
 
-class Undecodable:
-    """Stands for a value that Python cannot hold, such as text that is not UTF-8 or a date beyond
-    the year 9999: whoever looks at it gets a ValueError. `shown` is what can be told of it."""
+class UndecodableError(ValueError):
+    """A value was looked at that Python cannot hold; `shown` is what can be told of it."""
 
     def __init__(self, reason: str, shown: str | None) -> None:
-        self.reason, self.shown = reason, shown
+        super().__init__(reason)
+        self.shown = shown
+
+
+class Undecodable:
+    """Stands for a value that Python cannot hold, such as text that is not UTF-8 or a date beyond
+    the year 9999: whoever looks at it gets an UndecodableError. Templates see no attribute."""
+
+    def __init__(self, reason: str, shown: str | None) -> None:
+        self._told = reason, shown
 
     def __str__(self) -> str:
-        raise ValueError(self.reason)
+        raise UndecodableError(*self._told)
 
     def __bool__(self) -> bool:
-        raise ValueError(self.reason)
+        raise UndecodableError(*self._told)
 
 
 _UNREADABLE = (ValueError, OverflowError, pa.ArrowException)
@@ -219,17 +227,26 @@ def plain_json(value: object) -> object:
     if isinstance(value, decimal.Decimal):
         return str(value)
     if isinstance(value, Undecodable):
-        if value.shown is None:
-            raise ValueError(value.reason)
-        return value.shown
+        return _told_of(value)
     return value
+
+
+def _told_of(value: Undecodable) -> str:
+    try:
+        return str(value)
+    except UndecodableError as error:
+        if error.shown is None:
+            raise
+        return error.shown
 
 
 def _without_nanoseconds(kind: pa.DataType) -> pa.DataType:
     if pa.types.is_struct(kind):
         return pa.struct([each.with_type(_without_nanoseconds(each.type)) for each in kind.fields])
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
         field = kind.value_field.with_type(_without_nanoseconds(kind.value_type))
+        if pa.types.is_fixed_size_list(kind):
+            return pa.list_(field, kind.list_size)
         return pa.list_(field) if pa.types.is_list(kind) else pa.large_list(field)
     if pa.types.is_timestamp(kind) and kind.unit == "ns":
         return pa.timestamp("us", kind.tz)

@@ -10,8 +10,9 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
 
@@ -74,13 +75,25 @@ SWITCH_INTERVAL_S = 0.001
 several such turns."""
 
 
-def serve(reread: Callable[[], Deployment], home: Home, *, on_ready: Callable[[], None]) -> int:
+@dataclass(frozen=True, slots=True)
+class Foreground:
+    """Who runs the daemon in this process: hears that an engine is ready, and how long it goes on
+    after each signal."""
+
+    on_ready: Callable[[], None]
+    after_s: Mapping[int, float] = field(default_factory=dict)
+
+    def time_after(self, ended: asyncio.Future[int]) -> float:
+        return self.after_s.get(ended.result(), 0.0) if ended.done() else 0.0
+
+
+def serve(reread: Callable[[], Deployment], home: Home, foreground: Foreground) -> int:
     """Run the daemon until SIGTERM or SIGINT; returns the signal that ended it. `reread` tells the
     deployment as it is described now.
 
-    On a database where another daemon leads it stands by first. `on_ready` is called once an engine
-    is ready. The gateway and managed engines outlive this. Raises StoreLockedError, StoreError,
-    EngineError, ConfigError.
+    On a database where another daemon leads it stands by first. The gateway and managed engines
+    outlive this. The process ends 9.5 s after the signal, and the time that `foreground` has,
+    whatever its threads do. Raises StoreLockedError, StoreError, EngineError, ConfigError.
     """
     deployment = reread()
     # A standby that lacks a profile would only find out when it has to lead.
@@ -111,7 +124,7 @@ def serve(reread: Callable[[], Deployment], home: Home, *, on_ready: Callable[[]
                 if ended is not None:
                     return ended
             with _held(lock):
-                return _lead(deployment, home, store, reread, on_ready, is_heir=is_heir)
+                return _lead(deployment, home, store, reread, foreground, is_heir=is_heir)
         except StoreUnreachableError as error:
             if not is_heir and BEGAN_ANEW not in os.environ:
                 raise
@@ -211,7 +224,7 @@ def _lead(
     home: Home,
     store: Store,
     reread: Callable[[], Deployment],
-    on_ready: Callable[[], None],
+    foreground: Foreground,
     *,
     is_heir: bool,
 ) -> int:
@@ -221,7 +234,8 @@ def _lead(
     remove_left_scratch(home.inputs)
     # What is imported stays: to look through it again and again would stop the loop for 70 ms.
     gc.freeze()
-    return uvloop.run(_run(deployment, home, (store, place), reread, on_ready, is_heir=is_heir))
+    kept = store, place
+    return uvloop.run(_run(deployment, home, kept, reread, foreground, is_heir=is_heir))
 
 
 async def _run(
@@ -229,7 +243,7 @@ async def _run(
     home: Home,
     kept: tuple[Store, FileBytes],
     reread: Callable[[], Deployment],
-    on_ready: Callable[[], None],
+    foreground: Foreground,
     *,
     is_heir: bool,
 ) -> int:
@@ -269,7 +283,7 @@ async def _run(
     server.start(app, home)
     work = asyncio.create_task(daemon.run())
     engines = asyncio.create_task(
-        supervisor.run(on_ready, lambda: store.leads_surely, is_heir=is_heir)
+        supervisor.run(foreground.on_ready, lambda: store.leads_surely, is_heir=is_heir)
     )
     works = [pages.watch(), messenger.run(), status.watch.beat(), follower.run(), cheap.run()]
     if not store.is_sqlite:
@@ -280,7 +294,7 @@ async def _run(
         await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
     finally:
         failure = None if ended.done() else _failure_of(engines, work)
-        _end_within(CLEAN_STOP_S, failure)
+        _end_within(CLEAN_STOP_S + foreground.time_after(ended), failure)
         pages.close()
         status.watch.stop()
         await cancel_all((work, engines, *beside))

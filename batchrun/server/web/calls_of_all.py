@@ -123,7 +123,8 @@ class CallsOfAll:
         self._changed_s: dict[str, float] = {}
         self.are_all_heard = True
         """Whether each gateway that told calls in the last quarter of an hour did so in the minute
-        before the last look: one whose daemon has died may serve on."""
+        before the last look: one whose daemon has died may serve on. What lay there at the first
+        look counts as told then."""
         self.totals: dict[str, EngineCalls] = {}
         """By engine, what calls have brought."""
         self.felt: dict[str, FeltCalls] = {}
