@@ -230,9 +230,14 @@ def _server_module(build: VllmBuild) -> str:
 
 GPU_REQUIREMENT = "vllm==0.32.0"
 _CPU_LOCK = "engine-cpu.txt"
+CPU_PYTHON = (3, 11)
+"""For which the lock has the one build of torch that needs no GPU."""
 _FETCHING = re.compile(
     r"^(Collecting|Processing|Requirement already satisfied:) (?P<name>[^\s=<>(]+)"
 )
+
+_OTHER_BUILD = re.compile(r"^ {4}(?P<name>\S+) from \S+ \(from -r ")
+"""How pip tells of a file whose hash is not in the lock."""
 
 
 def install_engine(target: Path, *, cpu: bool, progress: ProgressSink) -> Path:
@@ -240,11 +245,11 @@ def install_engine(target: Path, *, cpu: bool, progress: ProgressSink) -> Path:
 
     `cpu` takes the CPU build from the packaged lock, else the GPU build. An environment that is
     there already is brought up to date. Blocking, for minutes.
-    Raises EngineError with pip's last line.
+    Raises EngineError with pip's last line, and where there is no Python for the CPU build.
     """
     python = target / "bin" / "python"
     progress(f"creating the environment {target}", 0, 0)
-    _run([sys.executable, "-m", "venv", str(target)], target)
+    _run([_python_for(cpu=cpu), "-m", "venv", str(target)], target)
     pip = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
     if not cpu:
         _run([*pip, GPU_REQUIREMENT], target, progress=progress)
@@ -253,6 +258,21 @@ def install_engine(target: Path, *, cpu: bool, progress: ProgressSink) -> Path:
         total = count_requirements(lock.read_text().splitlines())
         _run([*pip, "--no-deps", "-r", str(lock)], target, progress=progress, total=total)
     return python
+
+
+def _python_for(*, cpu: bool) -> str:
+    own = sys.version_info[:2]
+    if not cpu or own == CPU_PYTHON:
+        return sys.executable
+    name = "python{}.{}".format(*CPU_PYTHON)
+    if (found := shutil.which(name)) is None:
+        raise EngineError(
+            "the CPU build of vLLM is locked for Python {}.{}, and this is {}.{}: ".format(
+                *CPU_PYTHON, *own
+            )
+            + f"put a {name} (with its venv module) on PATH, or attach an engine"
+        )
+    return found
 
 
 def count_requirements(lines: Iterable[str]) -> int:
@@ -278,9 +298,11 @@ def _run(
 def _follow(output: Iterable[str], progress: ProgressSink | None, total: int) -> str:
     """Report each package that pip turns to; returns the last line that says something."""
     done = 0
-    last_line = "no output"
+    last_line, other_build = "no output", ""
     for line in output:
         last_line = line.strip() or last_line
+        if not other_build and (mismatch := _OTHER_BUILD.match(line)):
+            other_build = mismatch["name"]
         found = _FETCHING.match(line)
         if found:
             done += 1
@@ -288,6 +310,11 @@ def _follow(output: Iterable[str], progress: ProgressSink | None, total: int) ->
             progress(f"fetching {found['name']}", done, total)
         if progress is not None and line.startswith("Installing collected packages"):
             progress("installing them; this takes minutes", total, total)
+    if other_build:
+        return (
+            f"pip's index offers another build of {other_build} than the one that is locked; "
+            "that of torch is on PyTorch's index of CPU wheels: name it in PIP_EXTRA_INDEX_URL"
+        )
     return last_line
 
 
