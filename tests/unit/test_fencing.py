@@ -95,7 +95,7 @@ class Fixtures:
         jobs.pause(store, self.paused, "by the user")
         for each in (self.ended, self.cancelled):
             jobs.request_cancel(store, each, now_s=2.0)
-        jobs.finish(store, self.ended, now_s=3.0)
+        jobs.finish(store, self.ended, now_s=3.0, reason="output not written: no disk")
         made = batches.create_all(store, [new_batch() for _ in range(3)], now_s=1.0)
         self.batch, self.lost_batch, self.ending_batch = (each.job.id for each in made)  # type: ignore[union-attr]
         jobs.request_cancel(store, self.ending_batch, now_s=2.0)
@@ -126,6 +126,7 @@ class Fixtures:
             "results.record_engine_death": lambda s: results.record_engine_death(s, 1, [1]),
             "jobs.resume": lambda store: jobs.resume(store, self.paused),
             "jobs.finish": lambda store: jobs.finish(store, self.cancelled, now_s=5.0),
+            "jobs.note_output": lambda store: jobs.note_output(store, self.ended),
             "jobs.write_setting": lambda store: jobs.write_setting(store, "a", 1),
             "jobs.replace_settings": lambda store: jobs.replace_settings(store, ["a"], {"b": 2}),
             "batches.create_all": lambda s: batches.create_all(s, [new_batch()], now_s=1.0),
