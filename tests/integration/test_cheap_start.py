@@ -15,6 +15,7 @@ from conftest import FakeEngineFactory
 
 from batchrun.daemon.daemon import Daemon
 from batchrun.daemon.engine_link import Slot
+from batchrun.daemon.job import ActiveJob
 from batchrun.engine.command import AttachedSettings
 from batchrun.engine.engine import AttachedEngine
 from batchrun.errors import JobSpecError
@@ -151,6 +152,14 @@ class Waiting:
     async def look(self, minute: int) -> None:
         await self.starts.look(minute, self.now_s)
 
+    async def let_go(self, job: JobRecord) -> tuple[int, ActiveJob]:
+        """The cheap hour comes, and the job's first rows go; the minute before."""
+        minute, active = this_minute(), self.daemon.active[job.seq]
+        self.call(1)
+        await self.look(minute + 70)
+        await until(lambda: active.queue.num_in_flight > 0)
+        return minute, active
+
     def waits(self, job: JobRecord) -> bool:
         return job.id in self.daemon.dispatcher.waiting
 
@@ -204,11 +213,7 @@ async def test_a_job_waits_says_until_when_and_goes_on(waiting: Waiting) -> None
 
 async def test_rows_in_flight_when_their_job_waits_again_end_as_others(waiting: Waiting) -> None:
     job = await waiting.submit("night", "start: cheap\ndeadline: 40h\n", num_rows=60)
-    minute = this_minute()
-    waiting.call(1)
-    await waiting.look(minute + 70)
-    active = waiting.daemon.active[job.seq]
-    await until(lambda: active.queue.num_in_flight > 0)
+    minute, active = await waiting.let_go(job)
     left_s = active.queue.left_work_s
     (slot,) = waiting.daemon.slots
     slot.load.first_speed = left_s / (2 * LAST_S)
@@ -226,11 +231,7 @@ async def test_rows_in_flight_when_their_job_waits_again_end_as_others(waiting: 
 
 async def test_a_job_that_has_hardly_any_rows_left_ends(waiting: Waiting) -> None:
     job = await waiting.submit("night", "start: cheap\ndeadline: 40h\n", num_rows=60)
-    minute = this_minute()
-    waiting.call(1)
-    await waiting.look(minute + 70)
-    active = waiting.daemon.active[job.seq]
-    await until(lambda: active.queue.num_in_flight > 0)
+    minute, _ = await waiting.let_go(job)
     waiting.call(100)
     await waiting.look(minute + 180)
     assert not waiting.waits(job)
