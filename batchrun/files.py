@@ -41,7 +41,7 @@ def write_atomically(path: Path, content: bytes, *, mode: int = 0o644) -> None:
 
     Raises OSError, leaving the old content (or no file) in place.
     """
-    with _replacing(path, mode, "file.rename.before") as file:
+    with replacing(path, mode) as file:
         file.write(content)
 
 
@@ -154,10 +154,13 @@ def make_folder(folder: Path, *, mode: int = 0o777) -> None:
 
 
 @contextmanager
-def _replacing(path: Path, mode: int, before_rename: str) -> Iterator[BinaryIO]:
-    """A new file that takes the name `path` on success; on any failure an older one stays.
+def replacing(
+    path: Path, mode: int, before_rename: str = "file.rename.before"
+) -> Iterator[BinaryIO]:
+    """A new file that takes the name `path` on success, fsynced; on any failure an older one stays.
 
-    What writers of `path` left that were killed goes first: nobody holds its lock.
+    Passes the failpoint `before_rename`. What writers of `path` left that were killed goes first:
+    nobody holds its lock. Raises OSError.
     """
     for left in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
         with suppress(BlockingIOError, FileNotFoundError), left.open("rb") as file:
@@ -198,7 +201,7 @@ def atomic_file(path: Path, *, mode: int = 0o666) -> Iterator[BinaryIO]:
         if path.is_dir():
             raise InputError(f"{path}: is a folder; name a file for the output")
         make_folder(path.parent)
-        with _replacing(path, mode, "output.rename.before") as file:
+        with replacing(path, mode, "output.rename.before") as file:
             yield file
             failpoint("output.sync.before")
         failpoint("output.rename.after")

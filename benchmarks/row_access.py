@@ -26,7 +26,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchrun.jobs.inputs.input_data import open_input
-from batchrun.jobs.inputs.spool import PlannedRows
+from batchrun.jobs.inputs.spool import KeptCopy, PlannedRows
 from batchrun.jobs.spec import InputSpec
 from batchrun.pool.prefix_keys import IntArray
 from batchrun.samples.prose import sentence_pool
@@ -38,8 +38,6 @@ ROWS_PER_READ = 16
 MAX_DIRECT_S = 20.0
 POOL_SENTENCES = 200_000
 COLUMNS = ("id", "text")
-
-
 SIZES = {"rows": (10_000, 100_000, 500_000), "row_bytes": (8192,), "group_rows": (2_000, 100_000)}
 
 
@@ -96,7 +94,8 @@ def measure(path: Path, num_rows: int, access: str) -> Record:
         read: Read = partial(data.read_rows, columns=COLUMNS)
         with preparing:
             if access == "planned":
-                planned = PlannedRows(data, COLUMNS, order, scratch=path.parent)
+                copy = KeptCopy(path.with_suffix(".rows"), repr(path.stat()).encode())
+                planned = PlannedRows(data, COLUMNS, order, copy)
                 exits.enter_context(closing(planned))
                 read, limit_s, spool_bytes = planned.read_rows, math.inf, planned.spool_bytes or 0
             else:

@@ -31,16 +31,22 @@ from batchrun.errors import (
     StorageError,
     StorageUnreachableError,
     StoreError,
+    UnknownJobError,
 )
 from batchrun.files import is_url, name_of, scratch_folder
 from batchrun.jobs.objects import in_thread
 from batchrun.jobs.results.batch_files import read_custom_ids, salvage_custom_ids, write_batch_files
 from batchrun.jobs.results.file_bytes import FileBytes, remove_expired, sweep_files
-from batchrun.jobs.results.keeping import find_unused_links, find_unused_rows, remove
+from batchrun.jobs.results.keeping import (
+    find_unused_links,
+    find_unused_rows,
+    kept_files,
+    remove,
+)
 from batchrun.jobs.results.output_file import write_output
 from batchrun.jobs.results.output_parts import upload
 from batchrun.jobs.spec import JobSpec
-from batchrun.jobs.submit import open_submitted, plan_file
+from batchrun.jobs.submit import open_submitted, plan_file, rows_file
 from batchrun.store import batches, jobs, results
 from batchrun.store.batches import ResultFiles
 from batchrun.store.database import Store
@@ -284,10 +290,10 @@ class JobEnd:
                 return
             stage = self.stages.setdefault(record.id, Stage())
             try:
+                # The output may need the room that the copy of its rows takes.
+                await self._remove_kept(rows_file(self.links, record.id))
                 if await (self._end_batch if now.is_batch else self._export)(now, stage):
-                    plan = plan_file(self.links, record.id)
-                    with suppress(OSError):
-                        await asyncio.to_thread(plan.unlink)
+                    await self._remove_kept(plan_file(self.links, record.id))
             finally:
                 self.stages.pop(record.id, None)
 
@@ -295,6 +301,10 @@ class JobEnd:
         """Whether the output file was not found to be unwritable a moment ago."""
         now_s = time.monotonic()
         return self._retry_at_s.get(job_seq, now_s) <= now_s
+
+    async def _remove_kept(self, path: Path) -> None:
+        with suppress(OSError):
+            await asyncio.to_thread(path.unlink)
 
     async def _end_batch(self, record: JobRecord, stage: Stage) -> bool:
         assert self.files is not None
@@ -370,13 +380,16 @@ EXPIRY_INTERVAL_S = 60.0
 async def remove_old_results(
     store: Store, links: Path, kept_in: Sequence[Path], *, age_s: float | None
 ) -> None:
-    """Remove, now and every hour, the results of jobs that ended `age_s` ago, and the links of
-    inputs and rows in `kept_in` that nothing needs; cancel to end. None keeps everything."""
-    while age_s is not None:
+    """Remove, now and every hour, what is kept of jobs that have ended, and unless `age_s` is None
+    the results of those that ended so long ago, and the links of inputs and rows in `kept_in` that
+    nothing needs; cancel to end."""
+    while True:
         try:
-            await asyncio.to_thread(_remove, store, links, kept_in, age_s)
+            await asyncio.to_thread(_remove_kept, store, links)
+            if age_s is not None:
+                await asyncio.to_thread(_remove, store, links, kept_in, age_s)
         except (StoreError, OSError) as error:
-            log.error("old results could not be removed: %s", error)
+            log.error("what is old could not be removed: %s", error)
         await asyncio.sleep(INTERVAL_S)
 
 
@@ -392,6 +405,16 @@ async def remove_expired_files(store: Store, place: FileBytes | None) -> None:
         except (StoreError, StorageError, OSError) as error:
             log.error("files are not where they should be: %s", error)
         await asyncio.sleep(EXPIRY_INTERVAL_S)
+
+
+def _remove_kept(store: Store, links: Path) -> None:
+    """A kill leaves some, and so does a job that another daemon has ended."""
+    for job_id, paths in kept_files(links).items():
+        with suppress(UnknownJobError):
+            record = jobs.get(store, job_id)
+            if record.id == job_id and record.state.is_terminal:
+                for path in paths:
+                    path.unlink(missing_ok=True)
 
 
 def _remove(store: Store, links: Path, kept_in: Sequence[Path], age_s: float) -> None:

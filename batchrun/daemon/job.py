@@ -217,7 +217,7 @@ class ActiveJob:
         return await asyncio.shield(read())
 
     def close(self) -> None:
-        """Close the input and give the copy of its rows back. Blocking."""
+        """Close the input and the copy of its rows, which stays. Blocking."""
         self.rows.close()
         self.data.close()
 

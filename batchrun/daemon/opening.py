@@ -30,13 +30,13 @@ from batchrun.errors import EngineError, QuotaError, StateError, StorageUnreacha
 from batchrun.jobs.batch import check_input, validate_input
 from batchrun.jobs.expected_answers import open_answers
 from batchrun.jobs.inputs.input_data import InputData
-from batchrun.jobs.inputs.spool import PlannedRows
+from batchrun.jobs.inputs.spool import KeptCopy, PlannedRows
 from batchrun.jobs.objects import in_thread
 from batchrun.jobs.prompts.template import RequestTemplate, RowRenderError
 from batchrun.jobs.prompts.tokens import PLAIN_PROMPTS, PromptReader, read_prompts
 from batchrun.jobs.results.file_bytes import FileBytes
 from batchrun.jobs.spec import JobSpec
-from batchrun.jobs.submit import open_submitted, plan_again
+from batchrun.jobs.submit import open_submitted, plan_again, rows_file, source_of
 from batchrun.keys import FairDoor
 from batchrun.pool.job_shares import OPERATOR, Owner
 from batchrun.pool.prefix_groups import group_rows
@@ -174,7 +174,11 @@ def open_job(
             spec=spec,
             data=data,
             rows=PlannedRows(
-                data, template.columns_used, plan.order.rows, scratch=links, progress=progress
+                data,
+                template.columns_used,
+                plan.order.rows,
+                KeptCopy(rows_file(links, record.id), source_of(record)),
+                progress=progress,
             ),
             template=template,
             plan=plan,

@@ -306,12 +306,24 @@ FORMAT = "1"
 """Another one where a file of this kind, or what a plan is, changes."""
 
 
-PLAN_NAME = re.compile(r"(job|batch)_\w+\.plan")
+KEPT_NAME = re.compile(r"\.?((?:job|batch)_\w+)\.(?:plan|rows)(?:\.[0-9a-f]+\.part)?")
+"""Of a job's kept files, or what a killed writer left of one; its group is the job's id."""
 
 
 def plan_file(links: Path, job_id: str) -> Path:
     """The file of a job's plan, beside the `links` to inputs."""
     return links / f"{job_id}.plan"
+
+
+def rows_file(links: Path, job_id: str) -> Path:
+    """The file of a job's rows in the order of its plan, where there is need of one."""
+    return links / f"{job_id}.rows"
+
+
+def source_of(record: JobRecord) -> bytes:
+    """Names the input, what the job says and the batchrun that reads it."""
+    parts = (__version__, record.pin, record.spec)
+    return "\0".join(parts).encode("utf-8", "surrogatepass")
 
 
 def plan_again(
@@ -326,8 +338,8 @@ def plan_again(
     """As `plan_job`, but from the file of an earlier time where the input, what the job says and
     the model's files are as they were; else the file is made, if that is worth it."""
     path = plan_file(links, record.id)
-    parts = (FORMAT, __version__, record.pin, record.spec, prompts.source)
-    key = xxhash.xxh3_128_digest("\0".join(parts).encode("utf-8", "surrogatepass"))
+    model = f"{FORMAT}\0{prompts.source}".encode("utf-8", "surrogatepass")
+    key = xxhash.xxh3_128_digest(b"\0".join((source_of(record), model)))
     plan = _read(path, key)
     if plan is None:
         spec = JobSpec.model_validate_json(record.spec)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from batchrun.jobs.inputs.input_data import open_input
 from batchrun.jobs.inputs.rows import Row
-from batchrun.jobs.inputs.spool import PlannedRows, SpoolSizes, count_loads
+from batchrun.jobs.inputs.spool import KeptCopy, PlannedRows, SpoolSizes, count_loads
 from batchrun.jobs.spec import InputSpec
 
 TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\r"), max_size=60)
@@ -67,7 +67,8 @@ def test_planned_rows_are_the_rows_of_the_input(
         with open_input(InputSpec(path=tuple(map(str, paths)))) as data:
             order = rng.permutation(data.num_rows)
             columns = rng.permutation(list(data.columns)).tolist()
-            planned = PlannedRows(data, columns, order, scratch=Path(folder), sizes=sizes)
+            copy = KeptCopy(Path(folder, "job_1.rows"), source=b"")
+            planned = PlannedRows(data, columns, order, copy, sizes=sizes)
             event(f"copied: {planned.spool_bytes is not None}")
             asked = [order, rng.permutation(data.num_rows), rng.integers(data.num_rows, size=20)]
             for part in [part for wanted in asked for part in np.array_split(wanted, 4)]:

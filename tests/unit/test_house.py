@@ -28,19 +28,19 @@ whose number follows the calls (3), an engine apart from the way to its agent, c
 the daemon apart from those for engines, the peak of a trace (3), jobs that wait for cheap
 hours, orders to the leader of a database (2), outputs of many files, calls that gateways of all
 daemons count, and which numbers of engines a planner tries."""
-MAX_LINES = 62_361
-"""22,500 more for these, for groups by key portion and rows over engines by speed, several models,
+MAX_LINES = 62_553
+"""22,700 more for these, for groups by key portion and rows over engines by speed, several models,
 a planner that sizes on several draws, bounds on what callers and engines send and hold, and
 daemons that stand by, deployments that calls at once share, processes that watch their parents,
 turns for images, places in a cache of data sets, what is cached of waiting calls, answers by class,
 agents that have no engine, rows by the content that they were made from, renewed certificates,
 fleets that follow their calls, how far back caches reach, settings that reach fleets in turn, plans
-that are kept over restarts, jobs that wait for cheap hours, what workers learn from each other,
-orders to the leader of a database, outputs of many files and as a stream, engines of several kinds
-in a simulation, engines that all gateways know to be emptied, calls that
-gateways of all daemons count, agents that drain, draws of a plan side by side, replicas whose GPUs
-are given back last, fleets that a rolling restart renews and that nothing leaves behind, and kept
-values that Python cannot hold, and connections that are a reply behind."""
+and copies of rows that are kept over restarts, jobs that wait for cheap hours, what workers learn
+from each other, orders to the leader of a database, outputs of many files and as a stream, engines
+of several kinds in a simulation, engines that all gateways know to be emptied, calls that gateways
+of all daemons count, agents that drain, draws of a plan side by side, replicas whose GPUs are given
+back last, fleets that a rolling restart renews and that nothing leaves behind, and kept values that
+Python cannot hold, and connections that are a reply behind."""
 MAX_SHORT_FILES = 25
 SHORT_LINES = 80
 LONGEST_LINES = 500

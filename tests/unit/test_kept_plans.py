@@ -1,10 +1,12 @@
-"""A large job's plan is read from its file as long as nothing that it is made of has changed."""
+"""A large job's plan, and the copy of its rows in that order, are read from their files as long as
+nothing that they are made of has changed."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import astuple, replace
 from pathlib import Path
@@ -14,13 +16,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from batchrun.daemon.ending import JobEnd
+from batchrun.daemon.ending import JobEnd, remove_old_results
 from batchrun.daemon.opening import take_up_job
 from batchrun.daemon.writer import ResultWriter
 from batchrun.jobs import submit as plans
+from batchrun.jobs.inputs import spool
 from batchrun.jobs.job_file import load_job_file
-from batchrun.jobs.results.keeping import find_unused_links
-from batchrun.jobs.submit import JobPlan, pin_again, plan_file, prepare_job
+from batchrun.jobs.results.keeping import ORPHAN_AGE_S, find_unused_links
+from batchrun.jobs.spec import JobSpec
+from batchrun.jobs.submit import JobPlan, pin_again, plan_file, prepare_job, rows_file
 from batchrun.store import jobs
 from batchrun.store.database import Store, open_store
 from batchrun.store.jobs import JobRecord
@@ -36,8 +40,9 @@ TEXTS = ["shared " * 90 + str(row % 7) * 300 + f"row {row}" for row in range(40)
 
 
 @pytest.fixture(autouse=True)
-def _every_plan_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def _all_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plans, "KEPT_ROWS", 1)
+    monkeypatch.setattr(spool, "MAX_LOADS_PER_CHUNK", 0)
 
 
 @pytest.fixture
@@ -71,14 +76,23 @@ def taken_up(
     store: Store, record: JobRecord, links: Path, model: Path | None = None
 ) -> tuple[JobPlan, bool]:
     """The plan, and whether rows were read for it."""
-    stages: list[str] = []
+    plan, stages, _ = stages_of(store, record, links, model)
+    return plan, "reading rows" in stages
+
+
+def stages_of(
+    store: Store, record: JobRecord, links: Path, model: Path | None = None
+) -> tuple[JobPlan, set[str], list[object]]:
+    """The plan, what was done for it, and the prompts of two rows, through the copy."""
+    stages: set[str] = set()
 
     def note(stage: str, done: int, total: int) -> None:
-        stages.append(stage)
+        stages.add(stage)
 
     job = take_up_job(store, record, links=links, model_folder=lambda _: model, progress=note)
+    bodies = job.render([39, 5])
     job.close()
-    return job.plan, "reading rows" in stages
+    return job.plan, stages, [body["prompt"] for body in bodies if isinstance(body, dict)]
 
 
 def is_same(one: JobPlan, other: JobPlan) -> bool:
@@ -155,6 +169,21 @@ def test_a_damaged_file_is_made_anew(
         assert path.stat().st_size == len(content)
 
 
+def test_the_copy_of_its_rows_is_kept_too(
+    store: Store, record: JobRecord, links: Path, tmp_path: Path
+) -> None:
+    everything = {"reading rows", "laying rows out"}
+    _, *first = stages_of(store, record, links)
+    _, *again = stages_of(store, record, links)
+    write_rows(tmp_path, [text[1:] for text in TEXTS])
+    changed = replace(record, pin=pin_again(record, links=links))
+    _, *anew = stages_of(store, changed, links)
+
+    assert first == [everything, [TEXTS[39], TEXTS[5]]]
+    assert again == [set(), [TEXTS[39], TEXTS[5]]]
+    assert anew == [everything, [TEXTS[39][1:], TEXTS[5][1:]]]
+
+
 def test_a_job_whose_plan_cannot_be_written_runs(
     store: Store, record: JobRecord, links: Path
 ) -> None:
@@ -164,14 +193,43 @@ def test_a_job_whose_plan_cannot_be_written_runs(
     assert plan.num_rows == len(TEXTS)
 
 
-def test_a_plan_goes_with_its_job(store: Store, record: JobRecord, links: Path) -> None:
+def test_what_is_kept_goes_with_its_job(store: Store, record: JobRecord, links: Path) -> None:
     taken_up(store, record, links)
-    path = plan_file(links, record.id)
+    kept = [plan_file(links, record.id), rows_file(links, record.id)]
+    kept += [path.with_name(f".{path.name}.{'0f' * 8}.part") for path in kept]
+    for left in kept[2:]:
+        left.write_bytes(b"of a writer that was killed")
 
     assert find_unused_links([record], links=links, now_s=0.0) == []
+    assert find_unused_links([], links=links, now_s=time.time() + ORPHAN_AGE_S - 60) == []
+    orphans = find_unused_links([], links=links, now_s=time.time() + ORPHAN_AGE_S + 60)
+    assert {*kept} < {orphan.path for orphan in orphans}
     ended = replace(record, state=JobState.COMPLETED)
-    (unused,) = find_unused_links([ended], links=links, now_s=1e12)
-    assert (unused.path, unused.size_bytes) == (path, path.stat().st_size)
+    found = find_unused_links([ended], links=links, now_s=0.0)
+    assert {each.path: each.size_bytes for each in found} == {
+        path: path.stat().st_size for path in kept
+    }
+
+
+async def test_a_daemon_removes_what_is_left_of_ended_jobs(
+    store: Store, record: JobRecord, links: Path
+) -> None:
+    taken_up(store, record, links)
+    spec = JobSpec.model_validate_json(record.spec)
+    other = jobs.create(store, prepare_job(spec, links=links), now_s=1.0)
+    taken_up(store, other, links)
+    kept = [of(links, each.id) for each in (record, other) for of in (plan_file, rows_file)]
+    unknown = rows_file(links, f"{record.id[:-1]}")
+    unknown.touch()
+    jobs.request_cancel(store, record.id, now_s=0.0)
+    jobs.finish(store, record.id, now_s=0.0)
+
+    sweeping = asyncio.create_task(remove_old_results(store, links, [], age_s=None))
+    while kept[0].exists() or kept[1].exists():
+        await asyncio.sleep(0.01)
+    sweeping.cancel()
+
+    assert [path.exists() for path in (*kept, unknown)] == [False, False, True, True, True]
 
 
 @pytest.mark.parametrize("is_folder", [False, True])
@@ -194,6 +252,7 @@ async def test_the_end_of_a_job_removes_its_plan_if_it_can(
 
     assert jobs.get(store, record.id).state is JobState.CANCELLED
     assert plan_file(links, record.id).exists() == is_folder
+    assert not rows_file(links, record.id).exists()
 
 
 def test_a_template_beside_others_counts_too(

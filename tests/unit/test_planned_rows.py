@@ -17,9 +17,10 @@ import pytest
 from batchrun.errors import DataError
 from batchrun.jobs.inputs.input_data import InputData, open_input
 from batchrun.jobs.inputs.rows import Row
-from batchrun.jobs.inputs.spool import PlannedRows, RowSpool, SpoolSizes, count_loads
+from batchrun.jobs.inputs.spool import KeptCopy, PlannedRows, SpoolSizes, count_loads, write_spool
 from batchrun.jobs.spec import InputSpec
 from batchrun.pool.prefix_keys import IntArray
+from batchrun.types import ProgressSink
 
 TINY = SpoolSizes(buffer_bytes=20_000, piece_bytes=1_000, cache_bytes=4_000)
 
@@ -38,9 +39,23 @@ def shuffled(num_rows: int) -> IntArray:
     return np.random.default_rng(1).permutation(num_rows)
 
 
+def planned_rows(
+    data: InputData,
+    columns: Sequence[str],
+    order: IntArray,
+    folder: Path,
+    *,
+    sizes: SpoolSizes = TINY,
+    source: bytes = b"",
+    progress: ProgressSink | None = None,
+) -> PlannedRows:
+    copy = KeptCopy(folder / "job_1.rows", source)
+    return PlannedRows(data, columns, order, copy, sizes=sizes, progress=progress)
+
+
 def read_planned(data: InputData, order: IntArray, rows: Sequence[int], folder: Path) -> list[Row]:
     """The rows, 16 at a time, through a copy."""
-    with closing(PlannedRows(data, data.columns, order, scratch=folder, sizes=TINY)) as planned:
+    with closing(planned_rows(data, data.columns, order, folder)) as planned:
         assert planned.spool_bytes
         parts = [planned.read_rows(rows[i : i + 16]) for i in range(0, len(rows), 16)]
     return [row for part in parts for row in part]
@@ -78,7 +93,7 @@ def test_what_the_cache_serves_well_is_read_from_the_input(
 ) -> None:
     with (
         open_path(write_parquet(tmp_path / "a.parquet")) as data,
-        closing(PlannedRows(data, ["n"], order, scratch=tmp_path / "gone", sizes=sizes)) as planned,
+        closing(planned_rows(data, ["n"], order, tmp_path / "gone", sizes=sizes)) as planned,
     ):
         assert planned.read_rows([17, 3, 399]) == [{"n": 17}, {"n": 3}, {"n": 399}]
         assert planned.spool_bytes is None
@@ -88,7 +103,7 @@ def test_text_files_are_read_line_by_line(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("".join(f'{{"n": [{row}]}}\n' for row in range(400)))
     with (
         open_path(tmp_path / "a.jsonl") as data,
-        closing(PlannedRows(data, ["n"], shuffled(400), scratch=None, sizes=TINY)) as planned,
+        closing(planned_rows(data, ["n"], shuffled(400), tmp_path)) as planned,
     ):
         assert planned.read_rows([7, 3]) == [{"n": [7]}, {"n": [3]}]
         assert planned.spool_bytes is None
@@ -117,7 +132,7 @@ def test_without_columns_rows_are_empty(tmp_path: Path, name: str) -> None:
     (tmp_path / "a.csv").write_text("n\n1\n2\n")
     (tmp_path / "a.jsonl").write_text('{"n": 1}\n{"n": 2}\n')
     with open_path(tmp_path / name) as data:
-        planned = PlannedRows(data, (), shuffled(data.num_rows), scratch=tmp_path, sizes=TINY)
+        planned = planned_rows(data, (), shuffled(data.num_rows), tmp_path)
         assert planned.read_rows([1, 0]) == [{}, {}]
 
 
@@ -156,26 +171,106 @@ def test_rows_keep_the_types_of_their_own_file(tmp_path: Path) -> None:
     assert [repr(row["n"]) for row in found] == ["7", "7.0", "7", "8.0"]
 
 
-def test_the_copy_has_no_name_on_disk(tmp_path: Path) -> None:
-    scratch = tmp_path / "scratch"
+def laid_out(data: InputData, order: IntArray, folder: Path, source: bytes = b"") -> bool:
+    """Whether the rows were copied anew; they are right, and nothing stays open."""
+    stages: list[str] = []
+    num_before = num_open_files()
+    planned = planned_rows(
+        data, ["n"], order, folder, source=source, progress=lambda stage, *_: stages.append(stage)
+    )
+    with closing(planned):
+        assert planned.read_rows([17, 3, 399]) == [{"n": 17}, {"n": 3}, {"n": 399}]
+    assert num_open_files() == num_before
+    return bool(stages)
+
+
+def test_a_copy_serves_whoever_reads_the_same_rows_again(tmp_path: Path) -> None:
+    order, scratch = shuffled(400), tmp_path / "scratch"
     scratch.mkdir()
     with open_path(write_parquet(tmp_path / "a.parquet")) as data:
-        num_before = num_open_files()
-        with closing(
-            PlannedRows(data, ["text"], shuffled(400), scratch=scratch, sizes=TINY)
-        ) as planned:
+        assert laid_out(data, order, scratch)
+        assert not laid_out(data, order, scratch)
+        assert laid_out(data, order, scratch, source=b"another input")
+        assert laid_out(data, order[::-1], scratch, source=b"another input")
+        assert not laid_out(data, order[::-1], scratch, source=b"another input")
+    (copy,) = scratch.iterdir()
+    assert copy.stat().st_mode & 0o077 == 0
+
+
+def test_a_copy_that_nobody_needs_any_more_goes(tmp_path: Path) -> None:
+    with open_path(write_parquet(tmp_path / "a.parquet")) as data:
+        assert laid_out(data, shuffled(400), tmp_path)
+        assert not laid_out(data, np.arange(400), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.parquet"]
+
+
+@pytest.mark.parametrize("num_left", [0, 1, 40, -1, -41, -4_000])
+def test_a_copy_that_is_not_whole_is_made_anew(tmp_path: Path, num_left: int) -> None:
+    order, copy = shuffled(400), tmp_path / "job_1.rows"
+    with open_path(write_parquet(tmp_path / "a.parquet")) as data:
+        laid_out(data, order, tmp_path)
+        content = copy.read_bytes()
+        copy.write_bytes(content[:num_left])
+        assert laid_out(data, order, tmp_path)
+        assert copy.read_bytes() == content
+
+
+@pytest.mark.parametrize("place", [-1, -20, -30, -60, -1_000])
+def test_a_copy_with_a_damaged_index_is_made_anew(tmp_path: Path, place: int) -> None:
+    order, copy = shuffled(400), tmp_path / "job_1.rows"
+    with open_path(write_parquet(tmp_path / "a.parquet")) as data:
+        laid_out(data, order, tmp_path)
+        damaged = bytearray(copy.read_bytes())
+        damaged[place] ^= 0xFF
+        copy.write_bytes(damaged)
+        assert laid_out(data, order, tmp_path)
+
+
+def test_a_value_that_can_be_loaded_no_more_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a time of a zone is, once the files of the zones have gone."""
+    table = pa.table({"n": pa.array(map(decimal.Decimal, range(400)), pa.decimal128(9, 2))})
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=20)
+    with (
+        open_path(tmp_path / "a.parquet") as data,
+        closing(planned_rows(data, ["n"], shuffled(400), tmp_path)) as planned,
+    ):
+        monkeypatch.delattr(decimal, "Decimal")
+        with pytest.raises(DataError, match=r"job_1\.rows, .* is damaged: .*'Decimal'"):
+            planned.read_rows([1])
+    assert [path.name for path in tmp_path.iterdir()] == ["a.parquet"]
+
+
+def test_a_copy_that_others_may_write_is_not_read(tmp_path: Path) -> None:
+    order = shuffled(400)
+    with open_path(write_parquet(tmp_path / "a.parquet")) as data:
+        laid_out(data, order, tmp_path)
+        (tmp_path / "job_1.rows").chmod(0o620)
+        assert laid_out(data, order, tmp_path)
+
+
+def test_a_damaged_piece_is_one_line_and_the_next_copy_is_whole(tmp_path: Path) -> None:
+    order, copy = shuffled(400), tmp_path / "job_1.rows"
+    with open_path(write_parquet(tmp_path / "a.parquet")) as data:
+        laid_out(data, order, tmp_path)
+        with copy.open("r+b") as file:
+            file.write(b"\0" * 2_000)
+        with (
+            closing(planned_rows(data, ["n"], order, tmp_path)) as planned,
+            pytest.raises(DataError, match=r"a\.parquet: its copy .*/job_1\.rows, .* is damaged: "),
+        ):
             planned.read_rows(range(400))
-            assert planned.spool_bytes
-            assert list(scratch.iterdir()) == []
-        assert num_open_files() == num_before
+        assert laid_out(data, order, tmp_path)
 
 
 def test_no_room_for_the_copy_is_one_line_and_leaves_nothing_open(tmp_path: Path) -> None:
     with open_path(write_parquet(tmp_path / "a.parquet")) as data:
         num_before = num_open_files()
         with largest_file_bytes(1_000), pytest.raises(DataError) as caught:
-            PlannedRows(data, ["text"], shuffled(400), scratch=tmp_path, sizes=TINY)
+            planned_rows(data, ["text"], shuffled(400), tmp_path)
         assert num_open_files() == num_before
+    assert [path.name for path in tmp_path.iterdir()] == ["a.parquet"]
     place = f"{tmp_path / 'a.parquet'}: no copy of its rows in {tmp_path}"
     assert str(caught.value) == f"{place}: File too large"
 
@@ -187,7 +282,7 @@ def test_a_scratch_folder_that_is_gone_is_one_line(tmp_path: Path) -> None:
         open_path(tmp_path / "*.parquet") as data,
         pytest.raises(DataError, match=r"a\.parquet and 1 more: no copy .*/gone: No such file"),
     ):
-        PlannedRows(data, ["text"], shuffled(800), scratch=tmp_path / "gone", sizes=TINY)
+        planned_rows(data, ["text"], shuffled(800), tmp_path / "gone")
 
 
 def test_text_that_is_not_utf8_is_known_when_it_is_used(tmp_path: Path) -> None:
@@ -209,7 +304,7 @@ def test_progress_runs_to_the_last_row(tmp_path: Path) -> None:
 
     order = shuffled(400)
     with open_path(write_parquet(tmp_path / "a.parquet")) as data:
-        PlannedRows(data, ["n", "text"], order, scratch=None, sizes=TINY, progress=note).close()
+        planned_rows(data, ["n", "text"], order, tmp_path, progress=note).close()
     assert calls[-1] == ("laying rows out", 400, 400)
     assert [done for _, done, _ in calls] == sorted({done for _, done, _ in calls})
 
@@ -218,7 +313,7 @@ def test_progress_runs_to_the_last_row(tmp_path: Path) -> None:
 def test_no_more_stays_in_memory_than_was_allowed(tmp_path: Path, order: IntArray) -> None:
     texts = ["x" * (10 if place < 300 else 2_000) for place in range(400)]
     rows = ((place, (texts[place],)) for place in shuffled(400).tolist())
-    spool = RowSpool(rows, 400, sizes=TINY, folder=tmp_path)
+    spool = write_spool(tmp_path / "job_1.rows", bytes(16), rows, 400, sizes=TINY)
     most = 0
     for part in np.array_split(order, 25):
         assert spool.read(part) == [(texts[place],) for place in part.tolist()]

@@ -1,43 +1,56 @@
 """Rows read back in the order in which a job was planned, whatever the order of its files.
 
 Where reading in place would be slow, rows are copied to disk in sorted runs, and read back from all
-of them at once.
+of them at once, also by a daemon that starts again.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import marshal
 import os
 import pickle
-import tempfile
+import struct
+import sys
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import xxhash
 import zstandard
 
 from batchrun.errors import DataError
+from batchrun.files import PRIVATE_MODE, replacing
 from batchrun.jobs.inputs.input_data import InputData
 from batchrun.jobs.inputs.parquet import SMALL_GROUP_BYTES
 from batchrun.jobs.inputs.rows import CACHE_BYTES, Row
 from batchrun.pool.prefix_keys import IntArray
 from batchrun.types import ProgressSink
 
+log = logging.getLogger(__name__)
+
 _ROW_OVERHEAD_BYTES = 200
 """What a row takes in a dict besides its own bytes."""
+_FORMAT = 1
+_TRAILER = struct.Struct("<16s16sQQ")
+"""The key, the digest of the index, and how many places and ends it has."""
 
 
 @dataclass(frozen=True, slots=True)
 class SpoolSizes:
     """What a spool may hold in memory, in bytes of encoded rows, and how finely it is divided.
 
-    While rows are copied, `buffer_bytes` of them wait to be sorted. A piece holds `piece_bytes`, or
-    a single larger row. `cache_bytes` of the pieces used last stay in memory; so much direct access
-    to the input keeps too, and where that needs more a spool is worth its while.
+    While rows are copied, at most twice `buffer_bytes` of them wait to be written. A piece holds
+    `piece_bytes`, or a single larger row. `cache_bytes` of the pieces used last stay in memory; so
+    much direct access to the input keeps too, and where that needs more a spool is worth its while.
     """
 
     buffer_bytes: int = 48 << 20
@@ -49,89 +62,173 @@ DEFAULT_SIZES = SpoolSizes()
 
 
 class RowSpool:
-    """Rows at places 0 to `num_places` - 1, in an unlinked file: a crash leaves nothing behind.
+    """Rows at places 0 to `num_places` - 1, in a file that `write_spool` wrote.
 
-    `rows` come as (place, values), every place once, in any order. They are written in runs, each
-    sorted by place and cut into compressed pieces: whoever reads in the order of places needs one
-    piece of each run at a time. Raises OSError when there is no room in `folder` (None: the
-    system's temporary folder). Used by one thread at a time.
+    They lie in runs, each sorted by place and cut into compressed pieces: whoever reads in the
+    order of places needs one piece of each run at a time. Used by one thread at a time.
     """
 
-    def __init__(
-        self,
-        rows: Iterable[tuple[int, Sequence[object]]],
-        num_places: int,
-        *,
-        sizes: SpoolSizes,
-        folder: Path | None,
-    ) -> None:
-        self._sizes = sizes
-        self._piece_of = np.zeros(num_places, dtype=np.int32)
-        self._ends = array("q", [0])
+    def __init__(self, file: BinaryIO, index: SpoolIndex, *, cache_bytes: int) -> None:
+        self._file, self._index = file, index
+        self._cache_bytes = cache_bytes
         self._cache: OrderedDict[int, dict[int, bytes]] = OrderedDict()
         self.cached_bytes = 0
-        self._compress = zstandard.ZstdCompressor(level=1, write_checksum=True).compress
         self._decompress = zstandard.ZstdDecompressor().decompress
-        self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - open as long as the spool
-        with contextlib.ExitStack() as on_failure:
-            on_failure.callback(self.close)
-            self._write(rows)
-            self._file.flush()
-            on_failure.pop_all()
 
     @property
     def disk_bytes(self) -> int:
-        """Bytes on disk."""
-        return self._ends[-1]
+        """Bytes of rows on disk."""
+        return int(self._index.ends[-1])
 
     def read(self, places: IntArray) -> list[Sequence[object]]:
-        """The rows at these places. Raises OSError or ZstdError when the disk fails."""
-        pieces = zip(places.tolist(), self._piece_of[places].tolist(), strict=True)
-        # What is unpickled was pickled here, and no other process can reach the file.
+        """The rows at these places. Raises OSError and ZstdError when the disk fails, and what
+        `pickle.loads` does of a value that cannot be loaded any more."""
+        pieces = zip(places.tolist(), self._index.piece_of[places].tolist(), strict=True)
+        # What is unpickled was pickled here: nobody else may write to the file.
         return [pickle.loads(self._piece(piece)[place]) for place, piece in pieces]
 
     def close(self) -> None:
-        """Gives memory and disk back."""
+        """Gives memory back; the file stays."""
         self._cache.clear()
-        # With no room on the disk, what is left in the file's buffer cannot be written either.
-        with contextlib.suppress(OSError):
-            self._file.close()
+        self._file.close()
 
     def _piece(self, number: int) -> dict[int, bytes]:
         if number in self._cache:
             self._cache.move_to_end(number)
             return self._cache[number]
-        start, end = self._ends[number], self._ends[number + 1]
+        start, end = self._index.ends[number : number + 2].tolist()
         packed = os.pread(self._file.fileno(), end - start, start)
         piece: dict[int, bytes] = marshal.loads(self._decompress(packed))
         self._cache[number] = piece
         self.cached_bytes += _num_bytes(piece)
-        while self.cached_bytes > self._sizes.cache_bytes and len(self._cache) > 1:
+        while self.cached_bytes > self._cache_bytes and len(self._cache) > 1:
             self.cached_bytes -= _num_bytes(self._cache.popitem(last=False)[1])
         return piece
 
-    def _write(self, rows: Iterable[tuple[int, Sequence[object]]]) -> None:
-        run: dict[int, bytes] = {}
-        num_bytes = 0
-        for place, values in rows:
-            run[place] = pickle.dumps(values, pickle.HIGHEST_PROTOCOL)
-            num_bytes += len(run[place]) + _ROW_OVERHEAD_BYTES
-            if num_bytes >= self._sizes.buffer_bytes:
-                self._write_run(run)
-                run, num_bytes = {}, 0
-        self._write_run(run)
 
-    def _write_run(self, run: dict[int, bytes]) -> None:
+@dataclass(frozen=True, slots=True)
+class SpoolIndex:
+    """`piece_of[place]` is the piece that holds the row; piece i ends at byte `ends[i + 1]`."""
+
+    piece_of: npt.NDArray[np.int32]
+    ends: IntArray
+
+
+def open_spool(path: Path, key: bytes, *, cache_bytes: int) -> RowSpool | None:
+    """The spool that was written to `path` under this key of 16 bytes; None where there is none, or
+    not a whole one, or one that others may have written to."""
+    with contextlib.ExitStack() as on_failure:
+        try:
+            file = on_failure.enter_context(path.open("rb"))
+            index = _read_index(file, key)
+        except FileNotFoundError:
+            return None
+        except OSError as problem:
+            log.warning("%s: cannot be read, rows are laid out anew: %s", path, problem)
+            return None
+        if index is None:
+            return None
+        on_failure.pop_all()
+    return RowSpool(file, index, cache_bytes=cache_bytes)
+
+
+def _read_index(file: BinaryIO, key: bytes) -> SpoolIndex | None:
+    """None where the key is another, the index damaged, or the file not ours alone to write."""
+    status = os.fstat(file.fileno())
+    end = status.st_size - _TRAILER.size
+    if status.st_uid != os.geteuid() or status.st_mode & 0o022 or end < 0:
+        return None
+    its_key, digest, num_places, num_ends = _TRAILER.unpack(
+        os.pread(file.fileno(), _TRAILER.size, end)
+    )
+    start = end - 8 * num_ends - 4 * num_places
+    if its_key != key or start < 0:
+        return None
+    packed = os.pread(file.fileno(), end - start, start)
+    if xxhash.xxh3_128_digest(packed) != digest:
+        return None
+    ends = np.frombuffer(packed, np.int64, num_ends)
+    return SpoolIndex(np.frombuffer(packed, np.int32, num_places, ends.nbytes), ends)
+
+
+def write_spool(
+    path: Path,
+    key: bytes,
+    rows: Iterable[tuple[int, Sequence[object]]],
+    num_places: int,
+    *,
+    sizes: SpoolSizes,
+) -> RowSpool:
+    """Write a spool to `path`, durably and whole or not at all, and open it.
+
+    `rows` come as (place, values), every place once, in any order. One run is compressed while rows
+    of the next are read. Raises OSError when there is no room.
+    """
+    with contextlib.ExitStack() as on_failure:
+        with replacing(path, PRIVATE_MODE) as file:
+            writer = _SpoolWriter(file, num_places, sizes.piece_bytes)
+            _write_runs(writer, _iter_runs(rows, sizes.buffer_bytes))
+            index = writer.write_index(key)
+            # Opened before it has its name, which another opening of the job may take.
+            reader = on_failure.enter_context(Path(file.name).open("rb"))
+        on_failure.pop_all()
+    return RowSpool(reader, index, cache_bytes=sizes.cache_bytes)
+
+
+def _write_runs(writer: _SpoolWriter, runs: Iterable[dict[int, bytes]]) -> None:
+    with ThreadPoolExecutor(1) as executor:
+        written: Future[None] | None = None
+        for run in runs:
+            if written is not None:
+                written.result()
+            written = executor.submit(writer.write_run, run)
+        if written is not None:
+            written.result()
+
+
+def _iter_runs(
+    rows: Iterable[tuple[int, Sequence[object]]], max_bytes: int
+) -> Iterator[dict[int, bytes]]:
+    run: dict[int, bytes] = {}
+    num_bytes = 0
+    for place, values in rows:
+        run[place] = pickle.dumps(values, pickle.HIGHEST_PROTOCOL)
+        num_bytes += len(run[place]) + _ROW_OVERHEAD_BYTES
+        if num_bytes >= max_bytes:
+            yield run
+            run, num_bytes = {}, 0
+    yield run
+
+
+class _SpoolWriter:
+    """Appends runs, then the index of their pieces."""
+
+    def __init__(self, file: BinaryIO, num_places: int, piece_bytes: int) -> None:
+        self._file, self._piece_bytes = file, piece_bytes
+        self._piece_of = np.zeros(num_places, dtype=np.int32)
+        self._ends = array("q", [0])
+        self._compress = zstandard.ZstdCompressor(level=1, write_checksum=True).compress
+
+    def write_run(self, run: dict[int, bytes]) -> None:
         piece: dict[int, bytes] = {}
         num_bytes = 0
         for place in sorted(run):
             piece[place] = run[place]
             num_bytes += len(run[place]) + _ROW_OVERHEAD_BYTES
-            if num_bytes >= self._sizes.piece_bytes:
+            if num_bytes >= self._piece_bytes:
                 self._write_piece(piece)
                 piece, num_bytes = {}, 0
         if piece:
             self._write_piece(piece)
+
+    def write_index(self, key: bytes) -> SpoolIndex:
+        ends = np.array(self._ends, dtype=np.int64)
+        digest = xxhash.xxh3_128()
+        for part in (ends.data, self._piece_of.data):
+            digest.update(part)
+            self._file.write(part)
+        self._file.write(_TRAILER.pack(key, digest.digest(), len(self._piece_of), len(ends)))
+        return SpoolIndex(self._piece_of, ends)
 
     def _write_piece(self, piece: dict[int, bytes]) -> None:
         packed = self._compress(marshal.dumps(piece))
@@ -144,20 +241,42 @@ def _num_bytes(piece: dict[int, bytes]) -> int:
     return sum(map(len, piece.values())) + len(piece) * _ROW_OVERHEAD_BYTES
 
 
-_MAX_LOADS_PER_CHUNK = 2
+MAX_LOADS_PER_CHUNK = 2
 """A spool decodes every chunk once, writes it and reads that: direct access may cost as much."""
 _MAX_FULL_CACHES = 8
 """Each file that is read directly keeps a cache of its own; more of them hold too much memory."""
 _BLOCK_STEPS = 1 << 16
 
 
+@dataclass(frozen=True, slots=True)
+class KeptCopy:
+    """Where a copy of rows is kept; `source` names the input and what is read of it."""
+
+    path: Path
+    source: bytes
+
+
+_FAILURES = (
+    OSError,
+    zstandard.ZstdError,
+    pickle.UnpicklingError,
+    ValueError,
+    EOFError,
+    TypeError,
+    ArithmeticError,
+    LookupError,
+    ImportError,
+    AttributeError,
+)
+"""Of the disk, and of loading what it holds."""
+
+
 class PlannedRows:
     """Random access to an input that is quick where `order`, which has all its rows, is followed.
 
     Inputs whose chunks that order visits few times, as those of text files, are read as
-    `InputData.read_rows` does. Otherwise all rows are copied once, when this is made, to an
-    unlinked file in `scratch` (None: the system's temporary folder); a crash leaves nothing behind.
-    Used by one thread at a time.
+    `InputData.read_rows` does. Otherwise all rows are copied once, to the file of `copy`, which
+    stays: from the same source they are not copied again. Used by one thread at a time.
 
     Raises DataError, one line, when the input cannot be read, or there is no room for the copy.
     """
@@ -167,20 +286,28 @@ class PlannedRows:
         data: InputData,
         columns: Sequence[str],
         order: IntArray,
+        copy: KeptCopy,
         *,
-        scratch: Path | None,
         sizes: SpoolSizes = DEFAULT_SIZES,
         progress: ProgressSink | None = None,
     ) -> None:
-        self._data, self._columns, self._folder = data, tuple(columns), scratch
+        self._data, self._columns, self._copy = data, tuple(columns), copy.path
         self._spool: RowSpool | None = None
-        if not columns or _is_direct_quick(data.chunk_sizes(columns), order, sizes.cache_bytes):
+        if not columns:
             return
+        key = _key(copy.source, self._columns, order)
+        self._spool = open_spool(copy.path, key, cache_bytes=sizes.cache_bytes)
+        if self._spool is None:
+            with contextlib.suppress(OSError):
+                copy.path.unlink()
+            if _is_direct_quick(data.chunk_sizes(columns), order, sizes.cache_bytes):
+                return
         self._places = np.empty(len(order), dtype=np.int64)
         self._places[order] = np.arange(len(order))
-        with self._explained(f"no copy of its rows in {scratch or tempfile.gettempdir()}"):
-            rows = self._iter_placed(progress)
-            self._spool = RowSpool(rows, len(order), sizes=sizes, folder=scratch)
+        if self._spool is None:
+            with self._explained(f"no copy of its rows in {copy.path.parent}"):
+                rows = self._iter_placed(progress)
+                self._spool = write_spool(copy.path, key, rows, len(order), sizes=sizes)
 
     @property
     def spool_bytes(self) -> int | None:
@@ -197,12 +324,16 @@ class PlannedRows:
             return self._data.read_rows(rows, self._columns)
         if not 0 <= wanted.min() <= wanted.max() < len(self._places):
             raise IndexError(f"rows must lie within 0 and {len(self._places) - 1}")
-        with self._explained(f"its copy in {self._folder or tempfile.gettempdir()} cannot be read"):
-            found = self._spool.read(self._places[wanted])
+        with self._explained(f"its copy {self._copy}, made anew at `batchrun resume`, is damaged"):
+            try:
+                found = self._spool.read(self._places[wanted])
+            except _FAILURES:
+                self._copy.unlink(missing_ok=True)
+                raise
         return [dict(zip(self._columns, values, strict=True)) for values in found]
 
     def close(self) -> None:
-        """Gives the copy's memory and disk back; the input stays open."""
+        """Gives memory back; the copy stays, and the input open."""
         if self._spool is not None:
             self._spool.close()
 
@@ -219,11 +350,19 @@ class PlannedRows:
     def _explained(self, problem: str) -> Iterator[None]:
         try:
             yield
-        except (OSError, zstandard.ZstdError, OverflowError) as failure:
+        except _FAILURES as failure:
             reason = getattr(failure, "strerror", None) or " ".join(str(failure).split())[:300]
             (first, *_), *others = self._data.places()
             more = f" and {len(others)} more" if others else ""
             raise DataError(f"{first}{more}: {problem}: {reason}") from None
+
+
+def _key(source: bytes, columns: Sequence[str], order: IntArray) -> bytes:
+    """16 bytes for what a copy holds, and for who can read it."""
+    readers = (_FORMAT, sys.implementation.cache_tag, pa.__version__)
+    digest = xxhash.xxh3_128(repr((source, columns, readers)).encode())
+    digest.update(np.ascontiguousarray(order).data)
+    return digest.digest()
 
 
 def _is_direct_quick(
@@ -238,7 +377,7 @@ def _is_direct_quick(
     if np.minimum(file_bytes, cache_bytes).sum() > _MAX_FULL_CACHES * cache_bytes:
         return False
     capacity = max(1, int(cache_bytes // max(num_bytes.mean(), 1)))
-    limit = _MAX_LOADS_PER_CHUNK * len(num_rows)
+    limit = MAX_LOADS_PER_CHUNK * len(num_rows)
     visited = np.searchsorted(np.cumsum(num_rows), order, side="right")
     return count_loads(visited, capacity, limit) <= limit
 

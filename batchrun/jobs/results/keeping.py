@@ -19,7 +19,7 @@ from batchrun.jobs import objects
 from batchrun.jobs.pin import InputPin, PinnedFile, hash_blocks, link_name, pinned_path
 from batchrun.jobs.results.output_parts import files_of
 from batchrun.jobs.spec import JobSpec
-from batchrun.jobs.submit import PLAN_NAME, plan_file
+from batchrun.jobs.submit import KEPT_NAME
 from batchrun.store.check import Violation
 from batchrun.store.jobs import JobRecord
 
@@ -58,16 +58,16 @@ def check_files(records: Sequence[JobRecord], *, links: Path) -> Iterator[Violat
 def find_unused_links(
     records: Sequence[JobRecord], *, links: Path, now_s: float
 ) -> list[UnusedLink]:
-    """Plans, and links to inputs, in the folder `links` that no job needs: not one that runs or
-    waits, and of links none whose results can still be written out. None while it is unknown what
-    some job needs.
+    """What is kept of jobs, and links to inputs, in the folder `links` that no job needs: not one
+    that runs or waits, and of links none whose results can still be written out. None while it is
+    unknown what some job needs.
 
     A copy of an object is the only one: where one job is done with it, a submission under way may
     count on it, so it goes as late as a link that no job names.
     """
     kept: set[str] = set()
     known: set[str] = set()
-    plans = {plan_file(links, record.id) for record in records if not record.state.is_terminal}
+    has_ended = {record.id: record.state.is_terminal for record in records}
     for record in records:
         files = _pinned_files(record)
         if files is None:
@@ -85,9 +85,20 @@ def find_unused_links(
             is_old = path.name in known or now_s - status.st_ctime > ORPHAN_AGE_S
             is_unused = path.name not in kept and is_old
         else:
-            is_unused = PLAN_NAME.fullmatch(path.name) is not None and path not in plans
+            of_job = KEPT_NAME.fullmatch(path.name)
+            is_old = now_s - status.st_mtime > ORPHAN_AGE_S
+            is_unused = of_job is not None and has_ended.get(of_job[1], is_old)
         if is_unused:
             found.append(UnusedLink(path, status.st_size if status.st_nlink == 1 else 0))
+    return found
+
+
+def kept_files(links: Path) -> dict[str, list[Path]]:
+    """What is kept of each job whose plan or rows lie in the folder `links`, by its id."""
+    found: dict[str, list[Path]] = {}
+    for path in links.iterdir() if links.is_dir() else ():
+        if of_job := KEPT_NAME.fullmatch(path.name):
+            found.setdefault(of_job[1], []).append(path)
     return found
 
 
