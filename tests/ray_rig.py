@@ -30,6 +30,16 @@ FIRST_PORT_BEYOND = 20_000
 """Ray's workers listen between 10,002 and 19,999."""
 
 
+REMOVE_GROUPS = """
+import sys, ray
+from ray.util import get_placement_group, placement_group_table, remove_placement_group
+ray.init(address=sys.argv[1], namespace="batchrun", log_to_driver=False)
+for group in placement_group_table().values():
+    if group["state"] != "REMOVED":
+        remove_placement_group(get_placement_group(group["name"]))
+"""
+
+
 class RayCluster:
     """A head that runs nothing, and two nodes with one GPU each, as far as Ray knows. Whoever has
     no token is refused. `close` ends all of it."""
@@ -124,6 +134,14 @@ class RayCluster:
             for process in psutil.process_iter()
             if wanted(line_of(process)) and _environment(process).get("BATCHRUN_HOME") == home
         ]
+
+    def remove_groups(self) -> None:
+        """Take all placement groups away, as somebody else might."""
+        subprocess.run(
+            [sys.executable, "-c", REMOVE_GROUPS, self.address],
+            env={**os.environ, **self.environment},
+            check=True,
+        )
 
     def close(self) -> None:
         """End every process of the cluster."""

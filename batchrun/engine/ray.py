@@ -18,7 +18,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
@@ -40,9 +40,8 @@ DRAIN_S = 300.0
 END_LIMIT_S = 90.0
 """An agent that was to end so long ago counts as gone, whatever its actor says."""
 LOOK_S = 0.25
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
-STEADY_S = 60.0
-"""An agent that ran for so long is started again at once."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S, STEADY_S = 1.0, 30.0, 60.0
+"""An agent that ran for `STEADY_S` is started again at once."""
 ORDER_LASTS_S = 2.5
 """A daemon repeats its order while it leads. After so long without one it may be stopped or cut
 off, and another may lead: nothing is placed or ended any more."""
@@ -196,7 +195,7 @@ class ReplicaActor:
         command += ["--drain-s", f"{DRAIN_S:g}"]
         record = process.spawn(
             [*command, "--home", str(home.path)],
-            env=dict(_own_environment()),
+            env=_own_environment(),
             log_path=log_path,
             record_path=self._record_path,
             stdin=self._read_end,
@@ -223,12 +222,11 @@ def node_address() -> str:
     return str(ray.util.get_node_ip_address())
 
 
-def _own_environment() -> Iterator[tuple[str, str]]:
+def _own_environment() -> dict[str, str]:
     """The actor's environment, with the GPUs that Ray chose, without what is Ray's own: its token
     is none of an engine's business."""
-    for name, value in os.environ.items():
-        if not name.startswith(("RAY_", "PYTHONBREAKPOINT")):
-            yield name, value
+    rays = ("RAY_", "PYTHONBREAKPOINT")
+    return {name: value for name, value in os.environ.items() if not name.startswith(rays)}
 
 
 def _raise_priority(pid: int) -> str:
@@ -263,6 +261,7 @@ class Placer:
         self._asked: dict[str, Any] = {}
         self._silent_s: dict[str, float] = {}
         self._groups: dict[str, dict[str, Any]] = {}
+        self._with_room: set[str] = set()
         self._deaths: dict[str, tuple[float, str]] = {}
 
     def look(self, order: FleetOrder) -> FleetReport:
@@ -286,8 +285,7 @@ class Placer:
             wanted = {spec.name for spec in order.replicas}
             for name in (there | self._groups.keys()) - wanted:
                 self._remove(name, order, answers)
-        num_there = len(self._groups_of(order))
-        return FleetReport(nodes=tuple(nodes), replicas=tuple(replicas), num_there=num_there)
+        return FleetReport(tuple(nodes), tuple(replicas), num_there=len(self._groups_of(order)))
 
     def _ask(self, names: set[str]) -> dict[str, dict[str, Any] | str]:
         """What each actor says of itself, or why it says nothing."""
@@ -324,6 +322,8 @@ class Placer:
             stage = self._place(order, spec) if order.leads else "no daemon has placed it yet"
             return PlacedReplica(name=name, stage=stage)
         if isinstance(answer, str):
+            if name not in self._with_room and order.leads and self._may_act():
+                self._kill(name)
             return PlacedReplica(name=name, stage=self._waits_for_room(name, order) or answer)
         if answer["owner"] != order.owner:
             stage = f"{name} is of another deployment's fleet: give this one another name"
@@ -340,7 +340,7 @@ class Placer:
 
     def _place(self, order: FleetOrder, spec: ReplicaSpec) -> str:
         """Ask for room, and start the actor there once there is some."""
-        from ray.util import scheduling_strategies
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         died_s, why = self._deaths.get(spec.name, (-math.inf, ""))
         if time.monotonic() - died_s < DEATH_PAUSE_S:
@@ -359,7 +359,6 @@ class Placer:
         group = self._ray.util.get_placement_group(group_name)
         if not self._may_act():
             return "no daemon orders anything now"
-        strategy = scheduling_strategies.PlacementGroupSchedulingStrategy(group, 0)
         with suppress(ValueError):  # An actor of this name is not quite gone.
             self._ray.remote(ReplicaActor).options(
                 name=spec.name,
@@ -369,25 +368,22 @@ class Placer:
                 max_concurrency=4,
                 num_cpus=order.cpus,
                 num_gpus=order.gpus,
-                scheduling_strategy=strategy,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, 0),
             ).remote(msgspec.to_builtins(spec), order.owner)
         return "Ray starts its actor"
 
     def _groups_of(self, order: FleetOrder) -> dict[str, dict[str, Any]]:
-        """The fleet's placement groups, by replica."""
-        groups = self._ray.util.placement_group_table().values()
-        prefix = order.group_of("")
-        return {
-            group["name"].removeprefix(prefix): group
-            for group in groups
-            if group["name"].startswith(prefix)
-            and group["state"] != "REMOVED"
-            and order.owns(group["name"].removeprefix(prefix))
-        }
+        """The fleet's placement groups, by replica. Notes which names anybody has one for: an actor
+        whose group was taken away keeps its name, for Ray starts it again, and never runs."""
+        table = self._ray.util.placement_group_table().values()
+        groups = {group["name"]: group for group in table if group["state"] != "REMOVED"}
+        self._with_room = {name.split("-", 2)[-1] for name in groups}
+        ours = {order.group_of(name): name for name in self._with_room if order.owns(name)}
+        return {ours[name]: group for name, group in groups.items() if name in ours}
 
     def _has_other_room(self, name: str, order: FleetOrder) -> bool:
-        group = self._groups.get(name)
-        return group is not None and list(group["bundles"].values()) != [order.room]
+        bundles = self._groups.get(name, {"bundles": {0: order.room}})["bundles"]
+        return list(bundles.values()) != [order.room]
 
     def _waits_for_room(self, name: str, order: FleetOrder) -> str:
         """What the replica waits for; nothing where it has its place."""
@@ -404,20 +400,25 @@ class Placer:
         answer, state = answers.get(name), self._groups.get(name, {}).get("state", "")
         if not self._may_act():
             return
-        is_hung = time.monotonic() - self._silent_s.get(name, math.inf) > END_LIMIT_S
+        since_s = self._silent_s.get(name, math.inf)
+        is_hung = state == "CREATED" and time.monotonic() - since_s > END_LIMIT_S
         has_answered = isinstance(answer, dict) and answer["owner"] == order.owner
         if isinstance(answer, dict) and has_answered and not answer.get("has_ended", True):
             with suppress(ValueError):
                 is_empty = order.emptied is None or name in order.emptied
                 self._ray.get_actor(name).end.remote(0.0 if is_empty else DRAIN_S)
             return
-        # An actor of ours has had its place.
-        if has_answered or (state == "RESCHEDULING" and not isinstance(answer, dict)):
-            with suppress(ValueError):
-                self._ray.kill(self._ray.get_actor(name), no_restart=True)
+        # An actor of ours has had its place, or none of this name has one.
+        is_left = state == "RESCHEDULING" or is_hung or name not in self._with_room
+        if has_answered or (is_left and not isinstance(answer, dict)):
+            self._kill(name)
         if state and (not isinstance(answer, str) or state != "CREATED" or is_hung):
             place = self._ray.util.get_placement_group(order.group_of(name))
             self._ray.util.remove_placement_group(place)
+
+    def _kill(self, name: str) -> None:
+        with suppress(ValueError):
+            self._ray.kill(self._ray.get_actor(name), no_restart=True)
 
 
 class _Orders(threading.Thread):

@@ -247,7 +247,7 @@ def test_a_fleet_that_is_described_no_more_ends(rig: FleetRig) -> None:
 
 
 @pytest.mark.nightly
-def test_down_ends_actors_that_stand_still(rig: FleetRig) -> None:
+def test_down_ends_actors_that_stand_still_and_their_names_are_free(rig: FleetRig) -> None:
     rig.use_fleet(2, 2)
     rig.ask("up", "-d")
     rig.wait_until_placed(2)
@@ -257,6 +257,25 @@ def test_down_ends_actors_that_stand_still(rig: FleetRig) -> None:
     rig.ask("down")
     wait_until(lambda: rig.engines() == [])
     assert not actor.is_running()
+
+    rig.ask("up", "-d")
+    rig.wait_until_placed(2)
+
+
+def test_an_actor_that_has_lost_its_room_gives_its_name_back(
+    rig: FleetRig, cluster: RayCluster
+) -> None:
+    """As where a placer was killed between two steps, or somebody removed a placement group."""
+    rig.use_fleet(1, 1)
+    rig.ask("up", "-d")
+    rig.wait_until_placed(1)
+    before = rig.part("actor", "fleet-0")
+
+    cluster.remove_groups()
+
+    wait_until(lambda: not before.is_running())
+    rig.wait_until_placed(1)
+    assert rig.part("actor", "fleet-0").pid != before.pid
 
 
 def test_calls_and_rows_go_on_without_the_head_and_placement_pauses(
