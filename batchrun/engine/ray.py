@@ -282,8 +282,7 @@ class Placer:
         answers, self._groups = self._ask(there), self._groups_of(order)
         replicas = [self._serve(order, spec, answers, there) for spec in order.replicas]
         if order.leads:
-            wanted = {spec.name for spec in order.replicas}
-            for name in (there | self._groups.keys()) - wanted:
+            for name in (there | self._groups.keys()) - {spec.name for spec in order.replicas}:
                 self._remove(name, order, answers)
         return FleetReport(tuple(nodes), tuple(replicas), num_there=len(self._groups_of(order)))
 

@@ -48,13 +48,14 @@ _TRAILER = struct.Struct("<16s16sQQ")
 class SpoolSizes:
     """What a spool may hold in memory, in bytes of encoded rows, and how finely it is divided.
 
-    While rows are copied, at most twice `buffer_bytes` of them wait to be written. A piece holds
-    `piece_bytes`, or a single larger row. `cache_bytes` of the pieces used last stay in memory; so
-    much direct access to the input keeps too, and where that needs more a spool is worth its while.
+    While rows are copied, `buffer_bytes` of them are in memory: half of that is sorted and written
+    at a time. A piece holds at most `piece_bytes`, or a single larger row. `cache_bytes` of the
+    pieces used last stay in memory; so much direct access to the input keeps too, and where that
+    needs more a spool is worth its while.
     """
 
     buffer_bytes: int = 48 << 20
-    piece_bytes: int = 64 << 10
+    piece_bytes: int = 32 << 10
     cache_bytes: int = CACHE_BYTES
 
 
@@ -167,7 +168,7 @@ def write_spool(
     with contextlib.ExitStack() as on_failure:
         with replacing(path, PRIVATE_MODE) as file:
             writer = _SpoolWriter(file, num_places, sizes.piece_bytes)
-            _write_runs(writer, _iter_runs(rows, sizes.buffer_bytes))
+            _write_runs(writer, _iter_runs(rows, sizes.buffer_bytes // 2))
             index = writer.write_index(key)
             # Opened before it has its name, which another opening of the job may take.
             reader = on_failure.enter_context(Path(file.name).open("rb"))
@@ -213,11 +214,12 @@ class _SpoolWriter:
         piece: dict[int, bytes] = {}
         num_bytes = 0
         for place in sorted(run):
-            piece[place] = run[place]
-            num_bytes += len(run[place]) + _ROW_OVERHEAD_BYTES
-            if num_bytes >= self._piece_bytes:
+            row_bytes = len(run[place]) + _ROW_OVERHEAD_BYTES
+            if piece and num_bytes + row_bytes > self._piece_bytes:
                 self._write_piece(piece)
                 piece, num_bytes = {}, 0
+            piece[place] = run[place]
+            num_bytes += row_bytes
         if piece:
             self._write_piece(piece)
 
