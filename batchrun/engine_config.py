@@ -110,6 +110,8 @@ class RayConfig(Strict):
     def _something_is_set_aside(self) -> RayConfig:
         if not self.gpus and not self.cpus:
             raise ValueError("give 'gpus' or 'cpus': Ray places a replica by what it needs")
+        if self.gpus > 1 and not self.gpus.is_integer():
+            raise ValueError("more than one of 'gpus' must be a whole number: Ray shares no second")
         return self
 
     @model_validator(mode="after")

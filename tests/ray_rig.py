@@ -162,15 +162,19 @@ class FleetRig(DeploymentRig):
         self.fleet_port = port_outside_ray()
         os.environ |= cluster.environment
 
-    def use_fleet(self, low: int, high: int, *options: str, **more: object) -> None:
+    def use_fleet(
+        self, low: int, high: int, *options: str, gpus: float = 0.5, **more: object
+    ) -> None:
         """Write batchrun.yaml."""
         command = [sys.executable, "-m", "batchrun.engine.fake", "--port={port}", "--model=fake"]
         command += [f"--executions={self.executions_path}", *options]
-        self.use_replicas(low, high, {"command": command}, **more)
+        self.use_replicas(low, high, {"command": command}, gpus=gpus, **more)
 
-    def use_replicas(self, low: int, high: int, engine: dict[str, object], **more: object) -> None:
-        """The same with replicas of any engine; two fit on a node."""
-        ray = {"address": self.cluster.address, "port": self.fleet_port, "gpus": 0.5, "cpus": 1}
+    def use_replicas(
+        self, low: int, high: int, engine: dict[str, object], *, gpus: float = 0.5, **more: object
+    ) -> None:
+        """The same with replicas of any engine; two fit on a node, if they need no more `gpus`."""
+        ray = {"address": self.cluster.address, "port": self.fleet_port, "gpus": gpus, "cpus": 1}
         ray["replicas"] = {"min": low, "max": high}
         self.configure({"name": "fleet", "ray": ray, **engine}, **more)
 

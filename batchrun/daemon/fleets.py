@@ -18,7 +18,7 @@ from batchrun.config import Deployment
 from batchrun.daemon.engine_link import Slot
 from batchrun.daemon.in_flight import GATEWAYS_LEARN_S
 from batchrun.daemon.writer import cancel_all
-from batchrun.engine.ray import DRAIN_S, FleetReport, FleetSettings, ReplicaSpec
+from batchrun.engine.fleet_messages import DRAIN_S, FleetReport, FleetSettings, ReplicaSpec
 from batchrun.engine.replicas import FleetMemory, RayFleet, ReplicaEngine, end_fleet, read_memory
 from batchrun.engine_config import MAX_REPLICAS, EngineConfig, RayConfig
 from batchrun.errors import ConfigError, EngineError, InputError
@@ -82,8 +82,8 @@ class Fleets:
                 log_path = self._home.log / f"{seen.stem}.log"
                 self._tasks.append(asyncio.create_task(_end_left_over(seen, log_path, leads)))
         for name, (fleet, config) in self._fleets.items():
-            placed = {each.name for each in fleet.engines if each.is_placed}
-            fleet.want(_choose(fleet, max(config.replicas.min, len(placed)), placed))
+            number = max(config.replicas.min, len(fleet.there))
+            fleet.want(_choose(fleet, number, fleet.there))
             self._tasks.append(asyncio.create_task(fleet.run(leads)))
             if leads is not None:
                 names = {each.name for each in fleet.engines}
@@ -250,7 +250,7 @@ async def _shrink(
     async def end(slot: Slot, by_s: float) -> None:
         await empty(slot, by_s - time.monotonic())
         staying.discard(slot.engine.name)
-        fleet.want([*wanted, *staying])
+        fleet.want([*wanted, *staying], emptied=slot.engine.name)
         await fleet.until_gone(slot.engine.name)
         end_draining(slot, SHRINKING)
 

@@ -18,15 +18,23 @@ import signal
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
 import msgspec
-from msgspec import Struct
 
 from batchrun.engine import process
+from batchrun.engine.fleet_messages import (
+    DRAIN_S,
+    FleetNode,
+    FleetOrder,
+    FleetReport,
+    PlacedReplica,
+    ReplicaSpec,
+)
 from batchrun.errors import BatchrunError, EngineError
 from batchrun.files import write_atomically
 from batchrun.home import DEFAULT_HOME, Home
@@ -35,8 +43,6 @@ NAMESPACE = "batchrun"
 ROUND_S = 1.0
 ANSWER_S = 2.0
 """An actor that has not answered by then is starting, or gone."""
-DRAIN_S = 300.0
-"""Calls may go on for so long in a replica that is given up."""
 END_LIMIT_S = 90.0
 """An agent that was to end so long ago counts as gone, whatever its actor says."""
 LOOK_S = 0.25
@@ -48,82 +54,6 @@ off, and another may lead: nothing is placed or ended any more."""
 DEATH_PAUSE_S = 15.0
 """A node on which the actor cannot even begin gets it again after so long."""
 EXIT_NO_RAY = 3
-
-
-class ReplicaSpec(Struct, frozen=True):
-    """What a replica's agent is started with: its port on whatever node, the secret of the fleet,
-    and its batchrun.yaml. `digest` differs where any of it does."""
-
-    name: str
-    port: int
-    secret: str
-    config: str
-    digest: str
-
-
-class FleetSettings(Struct, frozen=True):
-    """One fleet: Ray's address, and the `gpus` and `cpus` of a replica. `owner` is what holders of
-    the fleet's secret derive from it."""
-
-    fleet: str
-    address: str
-    owner: str
-    gpus: float
-    cpus: float
-
-
-class FleetOrder(FleetSettings, frozen=True):
-    """What the placer is to bring about; where the daemon does not `lead`, only to look at.
-    `renewed`: replicas that are placed anew if they have other settings than these. `emptied`:
-    those that end at once where they are not wanted, as others end their calls first; None: all."""
-
-    replicas: tuple[ReplicaSpec, ...]
-    leads: bool
-    renewed: tuple[str, ...] = ()
-    emptied: tuple[str, ...] | None = None
-
-    def owns(self, name: str) -> bool:
-        """Whether a replica of this fleet may have this name."""
-        head, _, number = name.rpartition("-")
-        return head == self.fleet and number.isdecimal()
-
-    def group_of(self, name: str) -> str:
-        """The name of a replica's placement group."""
-        return f"batchrun-{self.owner}-{name}"
-
-    @property
-    def room(self) -> dict[str, float]:
-        """What a replica takes of its node, by kind."""
-        return {kind: num for kind, num in {"GPU": self.gpus, "CPU": self.cpus}.items() if num}
-
-
-class FleetNode(Struct, frozen=True):
-    """A node of Ray's cluster, with all the GPUs and CPUs that Ray may give away there."""
-
-    address: str
-    is_alive: bool
-    gpus: float
-    cpus: float
-
-
-class PlacedReplica(Struct, frozen=True):
-    """A replica: the `host` of its agent, nothing while it has none, and a few words for people.
-    `is_outdated`: it was started with other settings than those of the order."""
-
-    name: str
-    host: str = ""
-    stage: str = ""
-    is_outdated: bool = False
-
-
-class FleetReport(Struct, frozen=True):
-    """What Ray says. `num_there`: replicas that it knows, wanted or not. With `trouble` nothing of
-    the rest is known."""
-
-    nodes: tuple[FleetNode, ...] = ()
-    replicas: tuple[PlacedReplica, ...] = ()
-    num_there: int = 0
-    trouble: str = ""
 
 
 class ReplicaActor:
@@ -260,8 +190,9 @@ class Placer:
         self._ray, self._may_act = ray, may_act
         self._asked: dict[str, Any] = {}
         self._silent_s: dict[str, float] = {}
+        self._heard: set[str] = set()
         self._groups: dict[str, dict[str, Any]] = {}
-        self._with_room: set[str] = set()
+        self._num_groups: Counter[str] = Counter()
         self._deaths: dict[str, tuple[float, str]] = {}
 
     def look(self, order: FleetOrder) -> FleetReport:
@@ -279,8 +210,15 @@ class Placer:
         there = {name for name in self._ray.util.list_named_actors() if order.owns(name)}
         self._asked = {name: asked for name, asked in self._asked.items() if name in there}
         self._silent_s = {name: at_s for name, at_s in self._silent_s.items() if name in there}
+        self._heard &= there
         answers, self._groups = self._ask(there), self._groups_of(order)
-        replicas = [self._serve(order, spec, answers, there) for spec in order.replicas]
+        replicas = [
+            msgspec.structs.replace(
+                self._serve(order, spec, answers, there),
+                is_there=spec.name in there or spec.name in self._groups,
+            )
+            for spec in order.replicas
+        ]
         if order.leads:
             for name in (there | self._groups.keys()) - {spec.name for spec in order.replicas}:
                 self._remove(name, order, answers)
@@ -303,9 +241,11 @@ class Placer:
             del self._asked[name]
             try:
                 answers[name] = self._ray.get(asked)
+                self._heard.add(name)
                 del self._silent_s[name]
-            except self._ray.exceptions.RayActorError as error:
+            except self._ray.exceptions.RayError as error:
                 answers[name] = "its actor has died; Ray starts it again"
+                self._heard.discard(name)
                 self._deaths[name] = time.monotonic(), " ".join(str(error).split())[:200]
         return answers
 
@@ -321,10 +261,14 @@ class Placer:
             stage = self._place(order, spec) if order.leads else "no daemon has placed it yet"
             return PlacedReplica(name=name, stage=stage)
         if isinstance(answer, str):
-            if name not in self._with_room and order.leads and self._may_act():
-                self._kill(name)
-            return PlacedReplica(name=name, stage=self._waits_for_room(name, order) or answer)
+            if order.leads and self._is_given_up(name, order):
+                self._remove(name, order, answers)
+            stage = self._waits_for_room(name, order) or answer
+            has_fallen_silent = name in self._heard and self._is_hung(name)
+            return PlacedReplica(name=name, stage=stage, is_outdated=has_fallen_silent)
         if answer["owner"] != order.owner:
+            if order.leads and name in self._groups:
+                self._remove(name, order, answers)
             stage = f"{name} is of another deployment's fleet: give this one another name"
             return PlacedReplica(name=name, stage=stage)
         is_outdated = answer["digest"] != spec.digest or self._has_other_room(name, order)
@@ -372,13 +316,28 @@ class Placer:
         return "Ray starts its actor"
 
     def _groups_of(self, order: FleetOrder) -> dict[str, dict[str, Any]]:
-        """The fleet's placement groups, by replica. Notes which names anybody has one for: an actor
-        whose group was taken away keeps its name, for Ray starts it again, and never runs."""
+        """The fleet's placement groups, by replica. Counts how many there are for a replica of that
+        name, whosever."""
         table = self._ray.util.placement_group_table().values()
         groups = {group["name"]: group for group in table if group["state"] != "REMOVED"}
-        self._with_room = {name.split("-", 2)[-1] for name in groups}
-        ours = {order.group_of(name): name for name in self._with_room if order.owns(name)}
+        self._num_groups = Counter(name.split("-", 2)[-1] for name in groups)
+        ours = {order.group_of(name): name for name in self._num_groups if order.owns(name)}
         return {ours[name]: group for name, group in groups.items() if name in ours}
+
+    def _state_of(self, name: str) -> str:
+        return str(self._groups.get(name, {}).get("state", ""))
+
+    def _is_hung(self, name: str) -> bool:
+        """Whether an actor that has its place says nothing for as long as an agent may take to
+        end."""
+        silent_s = time.monotonic() - self._silent_s.get(name, math.inf)
+        return self._state_of(name) == "CREATED" and silent_s > END_LIMIT_S
+
+    def _is_given_up(self, name: str, order: FleetOrder) -> bool:
+        """Whether an actor that says nothing is to be placed anew: as it should be anyway, or as it
+        cannot go on where it is, without its group or with one that finds no node."""
+        finds_none = self._state_of(name) == "RESCHEDULING" and self._has_other_room(name, order)
+        return finds_none or name in order.renewed or not self._num_groups[name]
 
     def _has_other_room(self, name: str, order: FleetOrder) -> bool:
         bundles = self._groups.get(name, {"bundles": {0: order.room}})["bundles"]
@@ -386,7 +345,7 @@ class Placer:
 
     def _waits_for_room(self, name: str, order: FleetOrder) -> str:
         """What the replica waits for; nothing where it has its place."""
-        if self._groups.get(name, {}).get("state", "CREATED") == "CREATED":
+        if self._state_of(name) in {"", "CREATED"}:
             return ""
         wanted = " and ".join(f"{num:g} {kind}s" for kind, num in order.room.items())
         return f"waits for a node of Ray's with {wanted} free"
@@ -396,20 +355,21 @@ class Placer:
     ) -> None:
         """End a replica that is ours, and give its place back once its engine is gone; with an
         actor that says nothing for as long as an agent may take to end, without waiting for it."""
-        answer, state = answers.get(name), self._groups.get(name, {}).get("state", "")
+        answer, state = answers.get(name), self._state_of(name)
         if not self._may_act():
             return
-        since_s = self._silent_s.get(name, math.inf)
-        is_hung = state == "CREATED" and time.monotonic() - since_s > END_LIMIT_S
+        is_hung = self._is_hung(name)
         has_answered = isinstance(answer, dict) and answer["owner"] == order.owner
         if isinstance(answer, dict) and has_answered and not answer.get("has_ended", True):
+            is_empty = order.emptied is None or name in (*order.emptied, *order.renewed)
             with suppress(ValueError):
-                is_empty = order.emptied is None or name in order.emptied
                 self._ray.get_actor(name).end.remote(0.0 if is_empty else DRAIN_S)
             return
-        # An actor of ours has had its place, or none of this name has one.
-        is_left = state == "RESCHEDULING" or is_hung or name not in self._with_room
-        if has_answered or (is_left and not isinstance(answer, dict)):
+        # An actor that says nothing is ours where it has had its place in our group, while nobody
+        # else has one for this name; without any group it keeps the name, and never runs.
+        has_lost = is_hung or state == "RESCHEDULING" or not self._num_groups[name]
+        is_left = not isinstance(answer, dict) and has_lost and self._num_groups[name] < 2
+        if has_answered or is_left:
             self._kill(name)
         if state and (not isinstance(answer, str) or state != "CREATED" or is_hung):
             place = self._ray.util.get_placement_group(order.group_of(name))

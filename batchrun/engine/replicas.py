@@ -19,8 +19,14 @@ from msgspec import Struct
 
 from batchrun.engine.agent.engine import AgentEngine
 from batchrun.engine.agent.remote import AgentAddress
+from batchrun.engine.fleet_messages import (
+    FleetOrder,
+    FleetReport,
+    FleetSettings,
+    PlacedReplica,
+    ReplicaSpec,
+)
 from batchrun.engine.process import cut_log
-from batchrun.engine.ray import FleetOrder, FleetReport, FleetSettings, PlacedReplica, ReplicaSpec
 from batchrun.errors import EngineError
 from batchrun.files import write_atomically
 from batchrun.types import EnginePhase
@@ -133,7 +139,7 @@ class RayFleet:
             )
             for spec in specs
         )
-        self._emptied = tuple(spec.name for spec in specs) or None
+        self._emptied: set[str] = set()
         self._changed = asyncio.Event()
         self._renewed: set[str] = set()
         self._leads = self._has_met = False
@@ -141,8 +147,8 @@ class RayFleet:
 
     @property
     def outdated(self) -> frozenset[str]:
-        """Replicas that run with other settings than they are to have, as Ray tells: what was told
-        to an earlier daemon may be of other settings."""
+        """Replicas that are to be placed anew, as Ray tells: what was told to an earlier daemon may
+        be of other settings."""
         told = self.report.replicas if self._has_met else ()
         return frozenset(each.name for each in told if each.is_outdated)
 
@@ -152,15 +158,21 @@ class RayFleet:
         return frozenset(each.name for each in self.report.replicas if each.host)
 
     @property
+    def there(self) -> frozenset[str]:
+        """Replicas that there are, as far as it is known, also those whose actors say nothing."""
+        told = {each.name for each in self.report.replicas if each.is_there}
+        return frozenset(told | {each.name for each in self.engines if each.is_placed})
+
+    @property
     def order(self) -> FleetOrder:
         """What the placer is told."""
         wanted = [each.spec for each in self.engines if each.is_wanted or not self._leads]
         return FleetOrder(
             **msgspec.structs.asdict(self.settings),
             replicas=tuple(wanted),
-            leads=self._leads,
+            leads=self._leads and self._has_met,
             renewed=tuple(sorted(self._renewed)),
-            emptied=self._emptied,
+            emptied=tuple(sorted(self._emptied)) if self.engines else None,
         )
 
     @property
@@ -168,10 +180,11 @@ class RayFleet:
         """Whether Ray has said that there is no replica."""
         return self._has_met and not self.report.num_there
 
-    def want(self, names: Sequence[str]) -> None:
-        """Have these replicas and no others."""
+    def want(self, names: Sequence[str], *, emptied: str = "") -> None:
+        """Have these replicas and no others: `emptied`, if it has been, ends at once."""
         for engine in self.engines:
             engine.is_wanted = engine.name in names
+        self._emptied = (self._emptied | {emptied}) - {"", *names}
         self._changed.set()
 
     def remember(self, num_wanted: int) -> None:

@@ -314,6 +314,37 @@ def test_ray_takes_the_description_of_a_cluster() -> None:
 
 
 @pytest.mark.nightly
+def test_an_actor_that_stands_still_is_replaced_once_its_engine_is_empty(rig: FleetRig) -> None:
+    job = start(rig, num_rows=400)
+    wait_for_rows(rig, job, 10)
+    began_at, num_committed = time.time(), len(committed_at(rig, job))
+    actor, other = rig.part("actor", "fleet-0"), rig.part("engine", "fleet-1")
+    actor.suspend()
+
+    wait_until(lambda: not actor.is_running())
+    rig.wait_until_placed(2)
+    assert rig.part("engine", "fleet-1").pid == other.pid
+    check_account(rig, job, [Outage(began_at, time.time(), num_committed)])
+
+
+@pytest.mark.nightly
+def test_replicas_without_a_node_get_the_room_that_they_are_to_have_by_now(
+    rig: FleetRig, cluster: RayCluster
+) -> None:
+    rig.use_fleet(2, 2, gpus=1.0)
+    rig.ask("up", "-d")
+    placed = rig.wait_until_placed(2)
+    kill_9(cluster.processes(lambda line: True, placed["fleet-0"]))
+    wait_until(lambda: "waits for a node" in json.dumps(rig.picture()["engines"]))
+
+    rig.use_fleet(2, 2)
+    rig.kill("daemon")
+    rig.ask("up", "-d")
+    assert set(rig.wait_until_placed(2).values()) == {placed["fleet-1"]}
+    cluster.start_node(placed["fleet-0"])
+
+
+@pytest.mark.nightly
 @pytest.mark.engine
 def test_a_real_vllm_comes_back_after_its_actor_was_killed(rig: FleetRig) -> None:
     rig.use_replicas(1, 1, {"vllm_args": list(REAL_ARGS)}, model="tiny")

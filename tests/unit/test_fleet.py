@@ -17,7 +17,7 @@ from agent_rig import AgentRig, until
 from batchrun.config import load_deployment
 from batchrun.daemon.fleets import Fleets
 from batchrun.engine.agent.remote import AgentAddress
-from batchrun.engine.ray import (
+from batchrun.engine.fleet_messages import (
     FleetOrder,
     FleetReport,
     FleetSettings,
@@ -53,6 +53,7 @@ def write(folder: Path, *engines: object, **more: object) -> Path:
     [
         ({"ray": {"replicas": {"min": 3, "max": 2}}}, "max must be 3 at least"),
         ({"ray": {"gpus": 0, "cpus": 0}}, "give 'gpus' or 'cpus'"),
+        ({"ray": {"gpus": 1.5}}, "more than one of 'gpus' must be a whole number"),
         ({"ray": {}, "attach": "http://127.0.0.1:1"}, "'ray' goes with neither"),
         ({"ray": {}, "port": 8001}, "'port' belongs to an engine that batchrun starts here"),
         ({"ray": {}, "certificate": "x"}, "'certificate' belongs to an engine with 'agent'"),
@@ -251,6 +252,28 @@ def test_what_an_earlier_daemon_heard_makes_no_replica_outdated(tmp_path: Path) 
 
     assert not fleet.outdated and fleet.with_a_place == {"fleet-1"}
     assert fleet.num_wanted == 3
+
+
+def test_a_replica_whose_actor_says_nothing_counts_and_ends_no_call(tmp_path: Path) -> None:
+    settings = FleetSettings("fleet", "auto", "0", 1, 1)
+    told = (PlacedReplica("fleet-0", "10.0.0.1"), PlacedReplica("fleet-1", is_there=True))
+    report = FleetReport(replicas=(*told, PlacedReplica("fleet-2")))
+    (tmp_path / "seen").write_bytes(msgspec.json.encode(FleetMemory(settings, report)))
+    specs = [ReplicaSpec(f"fleet-{number}", 1, "", "", "") for number in range(3)]
+    secret_file = tmp_path / "secret"
+    secret_file.write_bytes(b"s" * 64)
+    secret_file.chmod(0o600)
+
+    fleet = RayFleet(
+        settings, specs, seen=tmp_path / "seen", log_path=tmp_path / "log", secret_file=secret_file
+    )
+    assert fleet.there == {"fleet-0", "fleet-1"}
+
+    emptied = []
+    for wanted, name in ((["fleet-0"], ""), (["fleet-0"], "fleet-1"), (["fleet-1"], "")):
+        fleet.want(wanted, emptied=name)
+        emptied.append(fleet.order.emptied)
+    assert emptied == [(), ("fleet-1",), ()]
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from batchrun.daemon.engine_link import Slot
 from batchrun.daemon.fleets import Fleets
 from batchrun.daemon.plugin import existing_profile, online_slo, profile_path, read_profile
 from batchrun.daemon.prices import prices_of, speed_of
-from batchrun.engine.ray import DRAIN_S
+from batchrun.engine.fleet_messages import DRAIN_S
 from batchrun.engine_config import EngineConfig, ReplicasConfig
 from batchrun.errors import ConfigError, StoreError
 from batchrun.estimator.engine_capacity import (

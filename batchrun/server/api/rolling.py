@@ -17,7 +17,7 @@ from batchrun.daemon.supervisor import build_model, make_managed
 from batchrun.engine.agent.engine import AgentEngine
 from batchrun.engine.command import ManagedSettings
 from batchrun.engine.engine import AttachedEngine, ManagedEngine
-from batchrun.engine.ray import ReplicaSpec
+from batchrun.engine.fleet_messages import ReplicaSpec
 from batchrun.engine.replicas import ReplicaEngine
 from batchrun.errors import BatchrunError, ConfigError, EngineError, StateError
 from batchrun.home import Home
