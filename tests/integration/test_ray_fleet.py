@@ -334,7 +334,7 @@ def test_replicas_without_a_node_get_the_room_that_they_are_to_have_by_now(
     rig.use_fleet(2, 2, gpus=1.0)
     rig.ask("up", "-d")
     placed = rig.wait_until_placed(2)
-    kill_9(cluster.processes(lambda line: True, placed["fleet-0"]))
+    kill_9([cluster.raylet(placed["fleet-0"])])
     wait_until(lambda: "waits for a node" in json.dumps(rig.picture()["engines"]))
 
     rig.use_fleet(2, 2)
