@@ -67,8 +67,8 @@ class FleetNode(Struct, frozen=True):
 class PlacedReplica(Struct, frozen=True):
     """A replica: the `host` of its agent, nothing while it has none, and a few words for people.
     `is_outdated`: it was started with other settings than those of the order, or its actor has
-    said nothing for so long that it is to be placed anew. `is_there`: Ray knows its actor, or its
-    placement group."""
+    said nothing for so long that it is to be placed anew. `is_there`: it has
+    an actor, or had its place."""
 
     name: str
     host: str = ""

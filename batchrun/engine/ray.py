@@ -45,6 +45,9 @@ ANSWER_S = 2.0
 """An actor that has not answered by then is starting, or gone."""
 END_LIMIT_S = 90.0
 """An agent that was to end so long ago counts as gone, whatever its actor says."""
+SILENT_LIMIT_S = 180.0
+"""An actor that answered before and has not for so long is replaced; a busy node may starve one for
+100 s."""
 LOOK_S = 0.25
 FIRST_PAUSE_S, LONGEST_PAUSE_S, STEADY_S = 1.0, 30.0, 60.0
 """An agent that ran for `STEADY_S` is started again at once."""
@@ -212,10 +215,13 @@ class Placer:
         self._silent_s = {name: at_s for name, at_s in self._silent_s.items() if name in there}
         self._heard &= there
         answers, self._groups = self._ask(there), self._groups_of(order)
+        owners = {name: it["owner"] for name, it in answers.items() if isinstance(it, dict)}
+        self._heard |= {name for name, owner in owners.items() if owner == order.owner}
+        known = {name for name in there if owners.get(name, order.owner) == order.owner}
+        known |= {name for name in self._groups if self._state_of(name) != "PENDING"}
         replicas = [
             msgspec.structs.replace(
-                self._serve(order, spec, answers, there),
-                is_there=spec.name in there or spec.name in self._groups,
+                self._serve(order, spec, answers, there), is_there=spec.name in known
             )
             for spec in order.replicas
         ]
@@ -241,7 +247,6 @@ class Placer:
             del self._asked[name]
             try:
                 answers[name] = self._ray.get(asked)
-                self._heard.add(name)
                 del self._silent_s[name]
             except self._ray.exceptions.RayError as error:
                 answers[name] = "its actor has died; Ray starts it again"
@@ -264,8 +269,8 @@ class Placer:
             if order.leads and self._is_given_up(name, order):
                 self._remove(name, order, answers)
             stage = self._waits_for_room(name, order) or answer
-            has_fallen_silent = name in self._heard and self._is_hung(name)
-            return PlacedReplica(name=name, stage=stage, is_outdated=has_fallen_silent)
+            is_outdated = self._has_fallen_silent(name)
+            return PlacedReplica(name=name, stage=stage, is_outdated=is_outdated)
         if answer["owner"] != order.owner:
             if order.leads and name in self._groups:
                 self._remove(name, order, answers)
@@ -327,17 +332,20 @@ class Placer:
     def _state_of(self, name: str) -> str:
         return str(self._groups.get(name, {}).get("state", ""))
 
-    def _is_hung(self, name: str) -> bool:
-        """Whether an actor that has its place says nothing for as long as an agent may take to
-        end."""
+    def _is_silent(self, name: str, for_s: float) -> bool:
+        """Whether an actor that has its place has said nothing for so long."""
         silent_s = time.monotonic() - self._silent_s.get(name, math.inf)
-        return self._state_of(name) == "CREATED" and silent_s > END_LIMIT_S
+        return self._state_of(name) == "CREATED" and silent_s > for_s
+
+    def _has_fallen_silent(self, name: str) -> bool:
+        return name in self._heard and self._is_silent(name, SILENT_LIMIT_S)
 
     def _is_given_up(self, name: str, order: FleetOrder) -> bool:
         """Whether an actor that says nothing is to be placed anew: as it should be anyway, or as it
         cannot go on where it is, without its group or with one that finds no node."""
         finds_none = self._state_of(name) == "RESCHEDULING" and self._has_other_room(name, order)
-        return finds_none or name in order.renewed or not self._num_groups[name]
+        is_renewed = name in order.renewed and self._has_fallen_silent(name)
+        return finds_none or is_renewed or not self._num_groups[name]
 
     def _has_other_room(self, name: str, order: FleetOrder) -> bool:
         bundles = self._groups.get(name, {"bundles": {0: order.room}})["bundles"]
@@ -358,17 +366,19 @@ class Placer:
         answer, state = answers.get(name), self._state_of(name)
         if not self._may_act():
             return
-        is_hung = self._is_hung(name)
+        is_hung = self._is_silent(name, END_LIMIT_S)
         has_answered = isinstance(answer, dict) and answer["owner"] == order.owner
         if isinstance(answer, dict) and has_answered and not answer.get("has_ended", True):
             is_empty = order.emptied is None or name in (*order.emptied, *order.renewed)
             with suppress(ValueError):
                 self._ray.get_actor(name).end.remote(0.0 if is_empty else DRAIN_S)
             return
-        # An actor that says nothing is ours where it has had its place in our group, while nobody
-        # else has one for this name; without any group it keeps the name, and never runs.
+        # An actor that says nothing is ours where it has had its place in our group, and it was
+        # heard or nobody else has one for this name. Without any group it keeps the name, and never
+        # runs.
         has_lost = is_hung or state == "RESCHEDULING" or not self._num_groups[name]
-        is_left = not isinstance(answer, dict) and has_lost and self._num_groups[name] < 2
+        is_ours = name in self._heard or self._num_groups[name] < 2
+        is_left = not isinstance(answer, dict) and has_lost and is_ours
         if has_answered or is_left:
             self._kill(name)
         if state and (not isinstance(answer, str) or state != "CREATED" or is_hung):

@@ -217,10 +217,12 @@ class RayFleet:
         self._changed.set()
         try:
             await _until(lambda: name not in self.outdated)
-            if name not in self.with_a_place:
-                await _until(lambda: _start_of(engine) != before)
+            await _until(lambda: self._is_settled(name) or _start_of(engine) != before)
         finally:
             self._renewed.discard(name)
+
+    def _is_settled(self, name: str) -> bool:
+        return name in self.with_a_place and name not in self.outdated
 
     async def until_gone(self, name: str) -> None:
         """Until the agent of a replica that is not wanted any more is gone."""
