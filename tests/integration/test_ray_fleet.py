@@ -315,7 +315,7 @@ def test_ray_takes_the_description_of_a_cluster() -> None:
 
 @pytest.mark.nightly
 def test_an_actor_that_stands_still_is_replaced_once_its_engine_is_empty(rig: FleetRig) -> None:
-    job = start(rig, num_rows=400)
+    job = start(rig, num_rows=1_800)
     wait_for_rows(rig, job, 10)
     began_at, num_committed = time.time(), len(committed_at(rig, job))
     actor, other = rig.part("actor", "fleet-0"), rig.part("engine", "fleet-1")
