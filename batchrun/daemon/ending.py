@@ -37,12 +37,7 @@ from batchrun.files import is_url, name_of, scratch_folder
 from batchrun.jobs.objects import in_thread
 from batchrun.jobs.results.batch_files import read_custom_ids, salvage_custom_ids, write_batch_files
 from batchrun.jobs.results.file_bytes import FileBytes, remove_expired, sweep_files
-from batchrun.jobs.results.keeping import (
-    find_unused_links,
-    find_unused_rows,
-    kept_files,
-    remove,
-)
+from batchrun.jobs.results.keeping import find_unused_links, find_unused_rows, kept_files, remove
 from batchrun.jobs.results.output_file import write_output
 from batchrun.jobs.results.output_parts import upload
 from batchrun.jobs.spec import JobSpec
@@ -385,7 +380,7 @@ async def remove_old_results(
     nothing needs; cancel to end."""
     while True:
         try:
-            await asyncio.to_thread(_remove_kept, store, links)
+            await asyncio.to_thread(_remove_left, store, links)
             if age_s is not None:
                 await asyncio.to_thread(_remove, store, links, kept_in, age_s)
         except (StoreError, OSError) as error:
@@ -407,8 +402,8 @@ async def remove_expired_files(store: Store, place: FileBytes | None) -> None:
         await asyncio.sleep(EXPIRY_INTERVAL_S)
 
 
-def _remove_kept(store: Store, links: Path) -> None:
-    """A kill leaves some, and so does a job that another daemon has ended."""
+def _remove_left(store: Store, links: Path) -> None:
+    """What is kept of jobs that have ended: a kill leaves some, and the end by another daemon."""
     for job_id, paths in kept_files(links).items():
         with suppress(UnknownJobError):
             record = jobs.get(store, job_id)

@@ -32,8 +32,8 @@ class FleetSettings(Struct, frozen=True):
 
 class FleetOrder(FleetSettings, frozen=True):
     """What the placer is to bring about; where the daemon does not `lead`, only to look at.
-    `renewed`: replicas that are placed anew if they have other settings than these. `emptied`:
-    those that end at once where they are not wanted, as others end their calls first; None: all."""
+    `renewed`: replicas that are placed anew if they are outdated. `emptied`: those that end at once
+    where they are not wanted, as others end their calls first; None: all."""
 
     replicas: tuple[ReplicaSpec, ...]
     leads: bool
@@ -67,8 +67,8 @@ class FleetNode(Struct, frozen=True):
 class PlacedReplica(Struct, frozen=True):
     """A replica: the `host` of its agent, nothing while it has none, and a few words for people.
     `is_outdated`: it was started with other settings than those of the order, or its actor has
-    said nothing for so long that it is to be placed anew. `is_there`: it has
-    an actor, or had its place."""
+    said nothing for so long that it is to be placed anew. `is_there`: it has an actor, or had its
+    place."""
 
     name: str
     host: str = ""

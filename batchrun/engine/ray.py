@@ -49,8 +49,9 @@ SILENT_LIMIT_S = 180.0
 """An actor that answered before and has not for so long is replaced; a busy node may starve one for
 100 s."""
 LOOK_S = 0.25
-FIRST_PAUSE_S, LONGEST_PAUSE_S, STEADY_S = 1.0, 30.0, 60.0
-"""An agent that ran for `STEADY_S` is started again at once."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
+STEADY_S = 60.0
+"""An agent that ran for so long is started again at once."""
 ORDER_LASTS_S = 2.5
 """A daemon repeats its order while it leads. After so long without one it may be stopped or cut
 off, and another may lead: nothing is placed or ended any more."""
@@ -158,8 +159,11 @@ def node_address() -> str:
 def _own_environment() -> dict[str, str]:
     """The actor's environment, with the GPUs that Ray chose, without what is Ray's own: its token
     is none of an engine's business."""
-    rays = ("RAY_", "PYTHONBREAKPOINT")
-    return {name: value for name, value in os.environ.items() if not name.startswith(rays)}
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("RAY_", "PYTHONBREAKPOINT"))
+    }
 
 
 def _raise_priority(pid: int) -> str:
@@ -348,8 +352,8 @@ class Placer:
         return finds_none or is_renewed or not self._num_groups[name]
 
     def _has_other_room(self, name: str, order: FleetOrder) -> bool:
-        bundles = self._groups.get(name, {"bundles": {0: order.room}})["bundles"]
-        return list(bundles.values()) != [order.room]
+        group = self._groups.get(name)
+        return group is not None and list(group["bundles"].values()) != [order.room]
 
     def _waits_for_room(self, name: str, order: FleetOrder) -> str:
         """What the replica waits for; nothing where it has its place."""

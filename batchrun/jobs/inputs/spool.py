@@ -258,19 +258,18 @@ class KeptCopy:
     source: bytes
 
 
-_FAILURES = (
-    OSError,
-    zstandard.ZstdError,
+_DISK_FAILURES = (OSError, zstandard.ZstdError, OverflowError)
+_READ_FAILURES = (
+    *_DISK_FAILURES,
     pickle.UnpicklingError,
     ValueError,
     EOFError,
     TypeError,
-    ArithmeticError,
     LookupError,
     ImportError,
     AttributeError,
 )
-"""Of the disk, and of loading what it holds."""
+"""Of the disk, and of loading a value that this process did not write."""
 
 
 class PlannedRows:
@@ -307,7 +306,7 @@ class PlannedRows:
         self._places = np.empty(len(order), dtype=np.int64)
         self._places[order] = np.arange(len(order))
         if self._spool is None:
-            with self._explained(f"no copy of its rows in {copy.path.parent}"):
+            with self._explained(f"no copy of its rows in {copy.path.parent}", _DISK_FAILURES):
                 rows = self._iter_placed(progress)
                 self._spool = write_spool(copy.path, key, rows, len(order), sizes=sizes)
 
@@ -326,11 +325,13 @@ class PlannedRows:
             return self._data.read_rows(rows, self._columns)
         if not 0 <= wanted.min() <= wanted.max() < len(self._places):
             raise IndexError(f"rows must lie within 0 and {len(self._places) - 1}")
-        with self._explained(f"its copy {self._copy}, made anew at `batchrun resume`, is damaged"):
+        problem = f"its copy {self._copy}, made anew at `batchrun resume`, is damaged"
+        with self._explained(problem, _READ_FAILURES):
             try:
                 found = self._spool.read(self._places[wanted])
-            except _FAILURES:
-                self._copy.unlink(missing_ok=True)
+            except _READ_FAILURES:
+                with contextlib.suppress(OSError):
+                    self._copy.unlink()
                 raise
         return [dict(zip(self._columns, values, strict=True)) for values in found]
 
@@ -349,10 +350,10 @@ class PlannedRows:
                 progress("laying rows out", end, self._data.num_rows)
 
     @contextlib.contextmanager
-    def _explained(self, problem: str) -> Iterator[None]:
+    def _explained(self, problem: str, failures: tuple[type[Exception], ...]) -> Iterator[None]:
         try:
             yield
-        except _FAILURES as failure:
+        except failures as failure:
             reason = getattr(failure, "strerror", None) or " ".join(str(failure).split())[:300]
             (first, *_), *others = self._data.places()
             more = f" and {len(others)} more" if others else ""
