@@ -61,6 +61,30 @@ class PostgresServer:
         """Stop it; `immediate` is as if it had crashed."""
         self._call("pg_ctl", "stop", "-w", "-m", mode)
 
+    def copy(self) -> Path:
+        """Stop it, keep its data as they are, and start it again; for `fail_over`."""
+        self.stop()
+        shutil.copytree(self._data, copy := self.folder / "copy", symlinks=True)
+        if os.getuid() == 0:
+            for path in (copy, *copy.rglob("*")):
+                os.chown(path, NOBODY, NOBODY)
+        self.start()
+        return copy
+
+    def fail_over(self, copy: Path, *, promotes: bool = True) -> None:
+        """It is gone, and a replica that is as far as the copy is in its place, and promoted."""
+        self.stop("immediate")
+        shutil.rmtree(self._data)
+        copy.rename(self._data)
+        (self._data / "standby.signal").touch()
+        self.start()
+        if promotes:
+            self.promote()
+
+    def promote(self) -> None:
+        """A replica takes writes from now on."""
+        self._call("pg_ctl", "promote", "-w")
+
     def process(self) -> psutil.Process:
         """The process whose children are the sessions."""
         return psutil.Process(int((self._data / "postmaster.pid").read_text().split()[0]))

@@ -31,8 +31,8 @@ log = logging.getLogger(__name__)
 LOOK_S = 0.5
 SHRINKING, RENEWING = "a smaller fleet", "new settings"
 UNREADY_S = 30.0
-"""A replica with other settings than it is to have, which is not ready for so long, is placed anew
-without being emptied."""
+"""A replica that is to be emptied, or to get other settings, and is not ready for so long, has no
+calls that could end."""
 OTHERS_LEARN_S = 4.0
 """Daemons that stand by ask agents once a second; their gateways look after that."""
 AGAIN_S = 30.0
@@ -311,19 +311,30 @@ def end_draining(slot: Slot, why: str) -> None:
 async def empty(slot: Slot, drain_s: float) -> bool:
     """Let an engine that `drains` end its calls, and take its rows back; returns whether it has
     calls still, after `drain_s`."""
-    deadline_s = time.monotonic() + drain_s
+    ready_s = time.monotonic()
+    deadline_s = ready_s + drain_s
     await _withdraw_rows(slot)
     await asyncio.sleep(GATEWAYS_LEARN_S if slot.agent is None else OTHERS_LEARN_S)
     num_quiet = 0
     while num_quiet < NUM_QUIET_LOOKS:
-        if time.monotonic() > deadline_s:
+        now_s = time.monotonic()
+        if now_s > deadline_s:
             return True
         await _withdraw_rows(slot)
         is_quiet = not (await slot.engine.client.look()).has_work
-        is_gone = slot.engine.state is not EnginePhase.READY
+        ready_s = now_s if slot.engine.state is EnginePhase.READY else ready_s
+        is_gone = _is_told_gone(slot) or now_s - ready_s > UNREADY_S
         num_quiet = num_quiet + 1 if is_quiet or is_gone else 0
         await asyncio.sleep(LOOK_S)
     return False
+
+
+def _is_told_gone(slot: Slot) -> bool:
+    """Whether the engine has ended, or has not begun. One that only does not answer the daemon may
+    have calls, which come to it another way."""
+    agent = slot.agent
+    is_told = agent is None or agent.state is not None or not agent.base_url
+    return is_told and slot.engine.state not in {EnginePhase.READY, EnginePhase.UNREACHABLE}
 
 
 async def _withdraw_rows(slot: Slot) -> None:

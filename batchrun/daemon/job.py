@@ -18,9 +18,10 @@ import numpy.typing as npt
 import xxhash
 
 from batchrun.daemon.faults import CircuitBreaker, Doubts, Refusals, Trials
-from batchrun.daemon.prices import RowTokens, planned_work
+from batchrun.daemon.prices import USUAL, RowTokens, output_token_s, planned_work
 from batchrun.estimator.answer_length import AnswerLengths
 from batchrun.hints import RowHint, SharedPrefixes
+from batchrun.jobs.expected_answers import EMBEDDINGS, output_limit
 from batchrun.jobs.inputs.input_data import InputData
 from batchrun.jobs.inputs.spool import PlannedRows
 from batchrun.jobs.prompts.template import RequestTemplate, RowRenderError
@@ -158,6 +159,22 @@ class ActiveJob:
     @property
     def left_tokens(self) -> int:
         return self.costs.left_tokens
+
+    @property
+    def left_work_s(self) -> float:
+        """What its rows without a result take, in seconds of a usual engine, with answers as long
+        as they have turned out."""
+        prompts = np.array([self.plan.text_bytes.mean() / self.plan.tokens.bytes_per_token])
+        more_tokens = self.answers.mean_tokens - self.costs.output_tokens
+        more_s = more_tokens * float(output_token_s(USUAL, prompts)[0])
+        return max(0.0, self.queue.left_work_s + self.queue.num_unfinished * more_s)
+
+    @property
+    def knows_answers(self) -> bool:
+        """Whether how long its answers are is more than guessed, or they cannot be longer."""
+        limit = 0 if self.spec.endpoint == EMBEDDINGS else output_limit(self.spec)
+        is_limited = limit is not None and limit <= self.costs.output_tokens
+        return is_limited or not self.answers.is_guess
 
     def cost_tokens(self, row: int) -> int:
         return self.costs.tokens_of(row)

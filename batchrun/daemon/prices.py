@@ -64,12 +64,17 @@ class RowTokens(NamedTuple):
     output: FloatArray
 
 
+def output_token_s(prices: Prices, prompt_tokens: FloatArray) -> FloatArray:
+    """Seconds that a token of an answer to each prompt takes of an engine that is full."""
+    return prices.base_s / FULL_BATCH + prompt_tokens * prices.context_token_s
+
+
 def work_of(prices: Prices, rows: RowTokens) -> FloatArray:
     """Seconds that each row takes of an engine that is full."""
     prompt, cached, output = rows
     missed = prompt - cached
     prefill_s = missed * (prices.token_s + prices.pair_s * (cached + 0.5 * missed))
-    return prefill_s + output * (prices.base_s / FULL_BATCH + prompt * prices.context_token_s)
+    return prefill_s + output * output_token_s(prices, prompt)
 
 
 def planned_work(order: PrefixOrder, group_of: IntArray, rows: RowTokens) -> PlannedWork:

@@ -308,9 +308,18 @@ class RayFleet:
             report = msgspec.json.decode(line, type=FleetReport)
             if report.trouble:
                 return met, report.trouble
+            if self._leads and not (self._has_met or self.num_wanted):
+                self._take_over(report)
             met = self._has_met = True
             self._note("")
             self._see(report)
+
+    def _take_over(self, report: FleetReport) -> None:
+        """Nobody told how many there are to be: at first those that there are."""
+        wanted = [each.name for each in self.engines if each.is_wanted]
+        there = [each.name for each in report.replicas if each.is_there]
+        number = max(len(wanted), len(there))
+        self.want([*there, *(name for name in wanted if name not in there)][:number])
 
     def _see(self, report: FleetReport) -> None:
         placed = {each.name: each for each in report.replicas}

@@ -35,6 +35,7 @@ class AnswerLengths:
     a few microseconds. Keys tell rows in flight from one another."""
 
     __slots__ = (
+        "_begins_with_guess",
         "_counts",
         "_halvings",
         "_in_order",
@@ -49,6 +50,7 @@ class AnswerLengths:
     def __init__(self, prior: Sequence[int], ended: Sequence[int] = ()) -> None:
         """Expect what `prior` says, some answers of other rows or one guess; `ended` are answers
         of the same rows from before, the oldest first."""
+        self._begins_with_guess = len(prior) == 1
         self._counts = [0.0] * NUM_BUCKETS
         self._total = self._sum_tokens = 0.0
         self._halvings = 0
@@ -67,6 +69,11 @@ class AnswerLengths:
     def mean_tokens(self) -> float:
         """What one more answer is expected to have."""
         return self._sum_tokens / self._total if self._total else 0.0
+
+    @property
+    def is_guess(self) -> bool:
+        """Whether the mean is not known much better than guessed."""
+        return self._begins_with_guess and self.num_ended < OVERTAKEN_BY_ANSWERS
 
     @property
     def room_tokens(self) -> int:

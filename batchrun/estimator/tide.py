@@ -152,6 +152,8 @@ class TideForecast:
 
 RESERVE, RESERVE_S = 0.1, 600.0
 """Kept back of the time to a deadline: this share, and so much besides."""
+MOST_KEPT = 0.5
+"""Of the little time that is left before a deadline no larger share is kept back."""
 COURSE = 15
 """Minutes of the day that are taken together, so that no job stops and goes by chance."""
 ALIKE = 1.02
@@ -326,7 +328,8 @@ def needed_work(
     pressing, most, total_s = "", 0.0, 0.0
     for job in sorted(jobs, key=lambda each: each.left_s):
         total_s += job.work_s
-        time_s = (1 - settings.reserve) * job.left_s - settings.reserve_s
+        kept_s = min(settings.reserve_s, MOST_KEPT * job.left_s)
+        time_s = (1 - settings.reserve) * job.left_s - kept_s
         work = total_s / max(time_s, MINUTE_S) + (expected if job.calls is None else job.calls)
         if work > most:
             pressing, most = job.name, work

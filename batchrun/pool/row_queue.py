@@ -73,6 +73,7 @@ class RowQueue:
         self._first: dict[int, list[int]] = {}
         self._delayed: list[tuple[float, int]] = []
         self.num_in_flight = 0
+        self._in_flight_s = 0.0
         self._num_done = int(np.count_nonzero(self._state == _DONE))
         self._num_left = self._count_by_node(self._state != _DONE)
         self._num_to_come = list(self._num_left)
@@ -115,8 +116,14 @@ class RowQueue:
 
     @property
     def left_work_s(self) -> float:
-        """What the pending rows take, in seconds of a usual engine."""
-        return max(0.0, self._parts.left_s)
+        """What the rows without a result take, in seconds of a usual engine; those in flight count
+        whole."""
+        return max(0.0, self._parts.left_s + self._in_flight_s)
+
+    @property
+    def num_unfinished(self) -> int:
+        """Rows that have no result yet."""
+        return len(self._rows) - self._num_done
 
     def num_to_come(self, node: int) -> int:
         """Rows of a prefix node that were not handed out yet, or came back."""
@@ -183,7 +190,7 @@ class RowQueue:
         position = int(self._position[row])
         assert self._states[position] == _IN_FLIGHT
         self._states[position] = _QUEUED
-        self.num_in_flight -= 1
+        self._leave_flight(position)
         self._parts.left_s += self._parts.work_s(position)
         heapq.heappush(self._delayed, (ready_at_s, position))
         for node in self._path(position):
@@ -194,7 +201,7 @@ class RowQueue:
         position = int(self._position[row])
         assert self._states[position] == _IN_FLIGHT
         self._states[position] = _DONE
-        self.num_in_flight -= 1
+        self._leave_flight(position)
         self._num_done += 1
         for node in self._path(position):
             self._num_left[node] -= 1
@@ -222,13 +229,22 @@ class RowQueue:
         assert self._num_to_come == self._count_by_node(state <= _QUEUED)
         left_s = sum(map(self._parts.work_s, np.flatnonzero(state <= _QUEUED).tolist()))
         assert math.isclose(left_s, self._parts.left_s, abs_tol=1e-6)
+        in_flight_s = sum(map(self._parts.work_s, np.flatnonzero(state == _IN_FLIGHT).tolist()))
+        assert math.isclose(in_flight_s, self._in_flight_s, abs_tol=1e-6)
 
     def _hand_out(self, position: int) -> None:
         self._states[position] = _IN_FLIGHT
         self.num_in_flight += 1
-        self._parts.left_s -= self._parts.work_s(position)
+        work_s = self._parts.work_s(position)
+        self._parts.left_s -= work_s
+        self._in_flight_s += work_s
         for node in self._path(position):
             self._num_to_come[node] -= 1
+
+    def _leave_flight(self, position: int) -> None:
+        self.num_in_flight -= 1
+        work_s = self._parts.work_s(position)
+        self._in_flight_s = self._in_flight_s - work_s if self.num_in_flight else 0.0
 
     def _path(self, position: int) -> list[int]:
         """The nodes above a position, from the leaf upwards."""

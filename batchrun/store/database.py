@@ -36,13 +36,14 @@ class Store:
     leave `store/`. `led_at_s` is when its daemon was last seen to lead, on the monotonic clock.
     `name` is what messages call the store: a path, or host and database. `term` is
     that in which its daemon leads, None for whoever is no daemon: on PostgreSQL no transaction of
-    an earlier term can write.
+    an earlier term can write, nor one on another `timeline`, where that is known.
     """
 
     def __init__(self, engine: Engine, url: URL) -> None:
         self.engine = engine
         self.name = _name_of(url)
         self.term: int | None = None
+        self.timeline: str | None = None
         self.led_at_s = -math.inf
         self._url = url
 
@@ -70,7 +71,9 @@ class Store:
         Where the connection breaks during the commit, this waits until the database can tell
         whether it stands: an error always means that nothing was changed.
         """
-        writer = self.engine.execution_options(batchrun_write=True, batchrun_term=self.term)
+        writer = self.engine.execution_options(
+            batchrun_write=True, batchrun_term=self.term, batchrun_timeline=self.timeline
+        )
         transaction: int | None = None
         with self.translated():
             try:
@@ -81,7 +84,7 @@ class Store:
             except exc.DBAPIError as error:
                 if transaction is None or not error.connection_invalidated:
                     raise
-                if not postgresql.is_committed(self.engine, transaction):
+                if not postgresql.is_committed(self.engine, transaction, self.timeline):
                     raise
         failpoint("store.commit.after")
 

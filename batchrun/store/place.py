@@ -14,7 +14,13 @@ from batchrun.files import HeldLock, write_atomically
 from batchrun.home import Home
 from batchrun.store.database import Store, name_of, open_store, open_to_read
 from batchrun.store.jobs import list_jobs, read_leader
-from batchrun.store.postgresql import DAEMON_LOCK, NEWEST_TERM, session_engine
+from batchrun.store.postgresql import (
+    DAEMON_LOCK,
+    NEWEST_TERM,
+    OTHER_SERVER,
+    TIMELINE,
+    session_engine,
+)
 from batchrun.store.schema import HEAD, find_revision
 
 log = logging.getLogger(__name__)
@@ -51,6 +57,7 @@ class DaemonLock(HeldLock):
         self._connection: Connection | None = None
         self._session: int | None = None
         self._is_held = False
+        self._has_timelines = True
 
     def acquire(self) -> None:
         """Take the lock, waiting up to `wait_s`. Raises NotLeadingError, StoreError."""
@@ -66,6 +73,7 @@ class DaemonLock(HeldLock):
         led. Raises StoreError, also where a newer batchrun has upgraded the store meanwhile."""
         if self._store.is_sqlite:
             return True
+        timeline = self._timeline()
         if self._take() is not None:
             return False
         if self._ask(REVISION) != (HEAD,):
@@ -75,15 +83,16 @@ class DaemonLock(HeldLock):
                 "it with the newer one"
             )
         # Asked on the lock's own connection: while it lives, nobody else can begin to lead.
-        (self._store.term,) = self._ask(NEWEST_TERM)
+        (self._store.term,), self._store.timeline = self._ask(NEWEST_TERM), timeline
         self._store.led_at_s = time.monotonic()
         return True
 
     def check(self) -> None:
         """See that the lock is still held, and take it again where its connection was lost.
 
-        Raises NotLeadingError when another daemon has it or has led since, StoreUnreachableError
-        while the database does not answer or still counts the lost connection as alive.
+        Raises NotLeadingError when another daemon has it or has led since, or the server is another
+        one that may lack commits, StoreUnreachableError while the database does not answer or still
+        counts the lost connection as alive.
         """
         if self._store.is_sqlite:
             return
@@ -95,8 +104,11 @@ class DaemonLock(HeldLock):
                 return
         holder = self._take()
         if holder is None and self._ask(NEWEST_TERM) == (self._store.term,):
-            self._store.led_at_s = asked_at_s
-            return
+            if self._timeline() == self._store.timeline:
+                self._store.led_at_s = asked_at_s
+                return
+            self.release()
+            raise NotLeadingError(f"{self._store.name}: {OTHER_SERVER}")
         self.release()
         if holder is not None and holder in {NOBODY, self._session}:
             raise StoreUnreachableError(f"{self._store.name}: still holds a lost connection's lock")
@@ -120,6 +132,24 @@ class DaemonLock(HeldLock):
         if num_ended:
             log.warning("%s: the leader has been silent for %d s", self._store.name, SILENT_S)
         return holder
+
+    def _timeline(self) -> str | None:
+        """Asked before the lock is taken: where the server cannot tell, the connection is given up.
+        Raises StoreUnreachableError."""
+        if not self._has_timelines:
+            return None
+        try:
+            timeline: str | None = self._ask(TIMELINE)[0]
+        except StoreUnreachableError:
+            raise
+        except StoreError as error:
+            log.warning("%s: does not tell its timeline: %s", self._store.name, error)
+            self._has_timelines = False
+            return None
+        if timeline is None:
+            self.release()
+            raise StoreUnreachableError(f"{self._store.name}: is a replica, which takes no writes")
+        return timeline
 
     def _ask(self, query: str) -> tuple[Any, ...]:
         """One row from the lock's own connection, which is given up when it breaks."""

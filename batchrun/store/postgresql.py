@@ -44,8 +44,15 @@ WRITE_IDLE = "5s"
 """The server breaks off a write whose process says nothing for so long, since others wait for it:
 one that was stopped in the middle, say."""
 NEWEST_TERM = "SELECT coalesce(max(epoch), 0) FROM epochs"
+TIMELINE = (
+    "SELECT CASE WHEN NOT pg_is_in_recovery()"
+    " THEN substr(pg_walfile_name(pg_current_wal_lsn()), 1, 8) END"
+)
+"""Another one once a replica was promoted, or a backup restored, which may lack the last commits;
+nothing while it is a replica."""
 LOST_STATES = ("08", "57P", "53300", "25P03")
 """SQLSTATEs (their beginnings) of a connection that was lost, ended, or refused for the moment."""
+OTHER_SERVER = "a replica has taken its place, which may lack commits; nothing was changed"
 OUTCOME_INTERVAL_S = 0.5
 
 
@@ -101,10 +108,10 @@ def transaction_of(connection: Connection) -> int | None:
     return number
 
 
-def is_committed(engine: Engine, transaction: int) -> bool:
+def is_committed(engine: Engine, transaction: int, timeline: str | None) -> bool:
     """Whether a transaction was committed whose connection broke in the middle of its commit.
 
-    Waits until the server can tell.
+    Waits until the server can tell. On another timeline its number may be that of another one.
     """
     log.warning(
         "%s: the connection broke during a commit; waiting to learn whether it stands",
@@ -115,6 +122,8 @@ def is_committed(engine: Engine, transaction: int) -> bool:
         try:
             with engine.connect() as connection:
                 status = connection.exec_driver_sql(query).scalar()
+                if timeline not in {None, connection.exec_driver_sql(TIMELINE).scalar()}:
+                    return False
         except exc.DBAPIError as error:
             # After a failover to a server that never saw it, the number lies in the future.
             status = "in progress" if _is_lost(error.orig) else "unknown"
@@ -160,6 +169,9 @@ def _begin(connection: Connection) -> None:
     if term is not None and connection.exec_driver_sql(NEWEST_TERM).scalar() != term:
         name = name_of(connection.engine.url)
         raise NotLeadingError(f"{name}: another daemon leads by now; nothing was changed")
+    timeline = options.get("batchrun_timeline")
+    if timeline not in {None, connection.exec_driver_sql(TIMELINE).scalar()}:
+        raise NotLeadingError(f"{name_of(connection.engine.url)}: {OTHER_SERVER}")
 
 
 def _is_lost(error: BaseException | None) -> bool:

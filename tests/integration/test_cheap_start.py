@@ -43,6 +43,7 @@ endpoint: /v1/completions
 input: {path: rows.parquet, prompt: "{{ text }}"}
 output: {path: out.jsonl}
 """
+LIMIT = "request: {max_tokens: 8}\n"
 HOUR = 60
 
 
@@ -109,6 +110,12 @@ def test_minutes_are_kept_for_who_leads_next(store: Store) -> None:
     assert read_minutes(store, MINUTES, 100) == ([], 0)
 
 
+def test_a_clock_that_is_behind_forgets_no_minutes(store: Store) -> None:
+    keep_minutes(store, MINUTES, [1.0, 2.0], 100)
+    assert read_minutes(store, MINUTES, 95) == ([1.0, 2.0], 0)
+    assert read_minutes(store, MINUTES, 98 - DAY) == ([], 0)
+
+
 def test_cheap_hours_need_a_deadline(tmp_path: Path) -> None:
     pq.write_table(pa.table({"text": ["a"]}), tmp_path / "rows.parquet")
     file = tmp_path / "job.yaml"
@@ -132,11 +139,14 @@ class Waiting:
     folder: Path
     now_s: float = 0.0
 
-    async def submit(self, name: str, more: str, num_rows: int = 2) -> JobRecord:
+    async def submit(
+        self, name: str, more: str, num_rows: int = 2, limit: str = LIMIT
+    ) -> JobRecord:
         rows = pa.table({"text": [f"{name} {row}" for row in range(num_rows)]})
         pq.write_table(rows, self.folder / "rows.parquet")
         file = self.folder / "job.yaml"
-        file.write_text(JOB_FILE.replace("sample", name).replace("out.", f"{name}.") + more)
+        text = JOB_FILE.replace("sample", name).replace("out.", f"{name}.")
+        file.write_text(text + limit + more)
         job = prepare_job(load_job_file(file, cwd=self.folder), links=self.daemon.links)
         record = await self.daemon.submit(job)
         await until(lambda: record.seq in self.daemon.active)
@@ -227,6 +237,18 @@ async def test_rows_in_flight_when_their_job_waits_again_end_as_others(waiting: 
     await until(lambda: waiting.state(job) is JobState.COMPLETED)
     assert active.queue.left_work_s < left_s
     assert results.count(waiting.daemon.store, job.seq).num_completed == 60
+
+
+async def test_a_job_whose_answers_nobody_knows_first_learns_of_them(waiting: Waiting) -> None:
+    more = "start: cheap\ndeadline: 40h\n"
+    job = await waiting.submit("night", more, num_rows=200, limit="")
+    active, (slot,) = waiting.daemon.active[job.seq], waiting.daemon.slots
+    assert not waiting.waits(job)
+    await until(lambda: not active.answers.is_guess)
+    assert not active.queue.is_finished
+    slot.load = RowLoad(active.left_work_s / (2 * LAST_S))
+    waiting.starts.review(active)
+    assert waiting.waits(job)
 
 
 async def test_a_job_that_has_hardly_any_rows_left_ends(waiting: Waiting) -> None:

@@ -71,6 +71,25 @@ def test_a_daemon_waits_for_a_server_that_crashed_and_goes_on(
     assert leaks(rig) == []
 
 
+def test_rows_whose_results_a_promoted_replica_lacks_run_again(
+    rig: DeploymentRig, postgres: PostgresServer
+) -> None:
+    rig.use_fake_engine("--latency-s=0.1")
+    job = rig.submit_rows(*(f"question {i}" for i in range(NUM_ROWS)))
+    wait_for_rows(rig, job, 50)
+    copy = postgres.copy()
+    wait_for_rows(rig, job, 300)
+
+    postgres.fail_over(copy)
+
+    assert rig.wait_until_ended(job)["num_completed"] == NUM_ROWS
+    output = rig.output()
+    assert [row["error"] for row in output] == [None] * NUM_ROWS
+    assert rig.call("store", "check").returncode == 0
+    log_text = (rig.home / "log" / "daemon.log").read_text("utf-8")
+    assert "a replica has taken its place, which may lack commits" in log_text
+
+
 def test_keys_that_a_home_without_a_daemon_changes_count_at_the_leaders_gateways(
     rig: DeploymentRig, tmp_path: Path
 ) -> None:

@@ -138,6 +138,24 @@ def test_a_fleet_that_shrinks_gives_up_what_is_not_ready(rig: FleetRig) -> None:
     assert before < {each.pid for each in rig.engines()}
 
 
+def test_a_leader_that_knows_nothing_of_a_fleet_leaves_it_as_large(rig: FleetRig) -> None:
+    rig.use_fleet(1, 3)
+    rig.ask("up", "-d")
+    rig.ask("engine", "scale", "fleet", "3")
+    rig.wait_until_placed(3)
+    before = {each.pid for each in rig.engines()}
+    rig.kill("daemon")
+    (seen,) = (rig.home / "run").glob("fleet-*.json")
+    seen.unlink()
+
+    rig.ask("up", "-d")
+    wait_until(lambda: rig.picture()["fleets"][0]["replicas"]["ready"] == 3)
+    assert rig.picture()["fleets"][0]["replicas"]["wanted"] == 3
+    rig.ask("engine", "scale", "fleet", "2")
+    wait_until(lambda: rig.num_running() == 2)
+    assert {each.pid for each in rig.engines()} < before
+
+
 @pytest.mark.quick
 def test_engines_are_gone_when_down_returns(rig: FleetRig) -> None:
     rig.use_fleet(2, 2)

@@ -15,7 +15,7 @@ from postgres_server import END_LOCK_SESSION, PostgresServer
 from store_builders import answered, read_tables, select
 
 from batchrun import store as store_folder
-from batchrun.errors import NotLeadingError
+from batchrun.errors import NotLeadingError, StoreUnreachableError
 from batchrun.jobs.batch import new_batch_job
 from batchrun.keys import digest, new_key
 from batchrun.store import api_keys, batches, files, jobs, orders, results, retention
@@ -217,6 +217,44 @@ def test_a_leader_cut_off_leads_again_in_its_term_where_nobody_else_did(url: str
     lock.release()
     for each in (store, other):
         each.close()
+
+
+def test_a_leader_writes_nothing_once_a_replica_that_lacks_commits_was_promoted(
+    url: str, postgres: PostgresServer
+) -> None:
+    store, lock = leading(url, "only")
+    jobs.create(store, new_job(), now_s=1.0)
+    copy = postgres.copy()
+    lock.check()
+    jobs.create(store, new_job(), now_s=2.0)
+    postgres.fail_over(copy)
+
+    with pytest.raises(NotLeadingError, match="a replica has taken its place"):
+        jobs.create(store, new_job(), now_s=3.0)
+    with pytest.raises(NotLeadingError, match="a replica has taken its place"):
+        lock.check()
+
+    assert len(jobs.list_jobs(store)) == 1
+    next_store, next_lock = leading(url, "next")
+    jobs.create(next_store, new_job(), now_s=4.0)
+    next_lock.check()
+    next_lock.release()
+    for each in (store, next_store):
+        each.close()
+
+
+def test_nobody_leads_on_a_replica(url: str, postgres: PostgresServer) -> None:
+    store, lock = leading(url, "only")
+    postgres.fail_over(postgres.copy(), promotes=False)
+    try:
+        with pytest.raises(StoreUnreachableError, match="is a replica"):
+            lock.check()
+        with pytest.raises(StoreUnreachableError, match="is a replica"):
+            DaemonLock(store).take()
+    finally:
+        postgres.promote()
+    lock.release()
+    store.close()
 
 
 def test_a_leader_that_was_led_past_does_not_lead_on_when_the_lock_is_free(url: str) -> None:

@@ -15,7 +15,8 @@ import pytest
 from agent_rig import AgentRig, until
 
 from batchrun.config import load_deployment
-from batchrun.daemon.fleets import Fleets
+from batchrun.daemon.engine_link import Slot
+from batchrun.daemon.fleets import Fleets, empty
 from batchrun.engine.agent.remote import AgentAddress
 from batchrun.engine.fleet_messages import (
     FleetOrder,
@@ -33,9 +34,11 @@ from batchrun.engine.replicas import (
 )
 from batchrun.errors import ConfigError, EngineError, InputError
 from batchrun.home import Home
+from batchrun.pool.row_queue import Window
 from batchrun.server.api.standby import reached
 from batchrun.store.jobs import Leader
 from batchrun.types import EnginePhase, Request
+from benchmarks.deployment import free_port
 
 RAY = {"replicas": {"min": 2, "max": 3}, "gpus": 1, "cpus": 4}
 FLEET = {"name": "fleet", "ray": RAY}
@@ -236,6 +239,21 @@ async def test_an_engine_follows_its_agent_and_rows_that_stayed_behind_run_again
             assert engine.client.base_url == rigs[1].url
     finally:
         await engine.stop()
+
+
+async def test_an_engine_whose_agent_does_not_answer_the_daemon_may_have_calls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("batchrun.daemon.fleets.OTHERS_LEARN_S", 0.0)
+    rig = AgentRig(tmp_path)
+    async with rig.running(), rig.connected() as engine:
+        slot = Slot(engine, uses_priority=False, window=Window(32, 400_000), models=())
+        assert not await empty(slot, 60.0)
+        engine.client.move(f"https://127.0.0.1:{free_port()}")
+        await until(lambda: engine.client.state is None)
+        assert await empty(slot, 5.0)
+        monkeypatch.setattr("batchrun.daemon.fleets.UNREADY_S", 3.0)
+        assert not await empty(slot, 60.0)
 
 
 def test_what_an_earlier_daemon_heard_makes_no_replica_outdated(tmp_path: Path) -> None:

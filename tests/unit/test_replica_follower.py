@@ -4,12 +4,14 @@ takes."""
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from job_builders import make_tree_job
 
 from batchrun.config import Deployment, load_deployment
 from batchrun.daemon.daemon import Daemon
@@ -130,6 +132,66 @@ async def test_a_fleet_grows_with_its_calls_and_waits_before_it_shrinks(
         assert 'batchrun_fleet_advised_replicas{cause="patience",fleet="fleet"} 6.0' in text
         assert 'batchrun_fleet_replicas{fleet="fleet",state="wanted"} 6.0' in text
         assert 'batchrun_fleet_forecast_engines{fleet="fleet",forecast="high"}' in text
+    finally:
+        await followed.supervisor.close()
+
+
+async def test_replicas_stay_for_rows_in_flight_and_for_answers_that_turn_out_long(
+    store: Store, tmp_path: Path
+) -> None:
+    followed = follow(store, tmp_path, "on")
+    job = make_tree_job("due", ["a"] * 1_500)
+    job.record = replace(job.record, expires_at=time.time() + 400)
+    followed.daemon.active[1] = job
+    try:
+        first = [await followed.pass_minute(60) for _ in range(2)][-1]
+        assert (first["for_jobs"], followed.target) == (2, 2)
+        for number in range(64):
+            job.answers.sent(number)
+            job.answers.ended(number, 8_000)
+        long = await followed.pass_minute(60)
+        assert (long["cause"], followed.target) == ("deadline", long["for_jobs"])
+        assert followed.target > 2
+        rows = []
+        while (row := job.queue.peek(0.0)) is not None:
+            job.queue.take(row)
+            rows.append(row)
+        assert len(rows) == 1_500
+        assert (await followed.pass_minute(60))["for_jobs"] == followed.target
+        for row in rows:
+            job.queue.finish(row)
+        assert (await followed.pass_minute(60))["cause"] == "patience"
+        job.queue.check()
+    finally:
+        await followed.supervisor.close()
+
+
+async def test_for_a_job_that_is_due_before_a_replica_could_be_there_none_is_bought(
+    store: Store, tmp_path: Path
+) -> None:
+    followed = follow(store, tmp_path, "on")
+    job = make_tree_job("due", ["a"] * 15_000)
+    job.record = replace(job.record, expires_at=time.time() + 170)
+    followed.daemon.active[1] = job
+    try:
+        said = [await followed.pass_minute(60) for _ in range(2)][-1]
+        assert (said["for_jobs"], said["cause"]) == (0, "min")
+    finally:
+        await followed.supervisor.close()
+
+
+async def test_a_decision_of_long_ago_is_not_said_any_more(store: Store, tmp_path: Path) -> None:
+    followed = follow(store, tmp_path, "on")
+    try:
+        for _ in range(2):
+            await followed.pass_minute(60)
+        assert "batchrun_fleet_advised_replicas{" in followed.metrics()
+        for minute in (4, 5, 6):  # No gateway tells anything.
+            await followed.follower.look(MINUTE_S * minute)
+        (fleet,) = followed.supervisor.fleets.view()
+        assert "its number stays: nothing is heard of calls since" in str(fleet["advice"])
+        assert "batchrun_fleet_advised_replicas{" not in followed.metrics()
+        assert (await followed.pass_minute(60))["cause"] == "min"
     finally:
         await followed.supervisor.close()
 

@@ -93,20 +93,21 @@ class CheapStarts:
         stages[job.id] = Stage(f"waits for cheap hours, about {at}")
 
     def _minutes_to_wait(self, job: ActiveJob) -> int:
-        """None while nobody knows how fast an engine is; one while none is there. All work that is
-        due no later has to be done besides. A job that runs and has hardly any rows left ends."""
+        """None while nobody knows how fast an engine is or how long answers are; one while no
+        engine is there. All work that is due no later has to be done besides. A job that runs and
+        has hardly any rows left ends."""
         slots = [each for each in self._daemon.slots if each.is_usable and each.serves(job.model)]
         known = [slot.load.speed for slot in slots if slot.load.is_speed_known]
         if not known:
             return 0 if slots else 1
         speed = sum(known) / len(known) * len(slots)
         runs = job.id not in self._daemon.dispatcher.waiting and job.queue.num_in_flight > 0
-        if runs and job.queue.left_work_s < LAST_S * speed:
+        if not job.knows_answers or (runs and job.left_work_s < LAST_S * speed):
             return 0
         left_s = job.left_s
         jobs = {each.id: each for each in [job, *self._daemon.active.values()]}.values()
         due = [each for each in jobs if each is job or each.left_s <= left_s]
-        work_s = sum(each.queue.left_work_s for each in due)
+        work_s = sum(each.left_work_s for each in due)
         return minutes_to_cheap_time(self._day, work_s / (SPARE * speed), left_s)
 
     async def _note_load(self, num_minutes: int, now_s: float) -> None:

@@ -292,7 +292,7 @@ def _of_fleets(fleets: Sequence[Mapping[str, Any]]) -> Iterator[Metric]:
     )
     text = "Replicas of a fleet: wanted, ready, and the bounds."
     yield _family(GAUGE, "fleet_replicas", text, "fleet state", numbers)
-    told = [(fleet["name"], fleet["advice"]) for fleet in fleets if fleet["advice"] is not None]
+    told = [(each["name"], each["advice"]) for each in fleets if "cause" in (each["advice"] or ())]
     advised = (([name, advice["cause"]], advice["replicas"]) for name, advice in told)
     text = "Replicas that a fleet is to have by its calls and jobs, by what sets the number."
     yield _family(GAUGE, "fleet_advised_replicas", text, "fleet cause", advised)

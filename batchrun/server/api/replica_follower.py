@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from typing import Any
 
 import numpy as np
@@ -67,6 +68,8 @@ LEAST_CALLS = 200
 """Where the lengths of fewer are known, they are taken to be those of `USUAL`."""
 USUAL = CallLengths(*(np.array([tokens]) for tokens in (1_024, 0, 128)))
 STORE_WAIT_S = 5.0
+OLD_S = 180.0
+"""What was decided longer ago is not said any more: nobody tells of calls."""
 CAPACITY_S = 3_600.0
 """What an engine holds is found anew after so long."""
 JsonObject = dict[str, Any]
@@ -182,6 +185,7 @@ class ReplicaFollower:
         self._daemon, self._fleets, self._calls = daemon, fleets, calls
         self._followed = fleets_to_follow(deployment, home)
         self._looked_s: float | None = None
+        self._decided_s = math.inf
 
     async def run(self) -> None:
         """Look each minute, until cancelled."""
@@ -193,6 +197,7 @@ class ReplicaFollower:
                 await self.look(now_s)
             except Exception:
                 log.exception("fleets keep their numbers: the look at their calls failed")
+            self._forget_old(now_s)
             if this_minute() % SAVE_MINUTES == 0:
                 for fleet in self._followed:
                     await asyncio.to_thread(fleet.keep, self._daemon.store, this_minute())
@@ -212,6 +217,7 @@ class ReplicaFollower:
         """A minute has ended at `now_s` (monotonic): decide for each fleet, and do it where it is
         to follow. Where no gateway tells anything nothing changes."""
         if not await self._calls.look(now_s):
+            self._forget_old(now_s)
             return
         elapsed_s = MINUTE_S if self._looked_s is None else now_s - self._looked_s
         self._looked_s = now_s
@@ -220,6 +226,16 @@ class ReplicaFollower:
             fleet.feel(self._calls.felt, len(self._ready(fleet)))
             await fleet.find_capacity(self._lengths(fleet), now_s)
             self._decide(fleet, now_s)
+        self._decided_s = now_s
+
+    def _forget_old(self, now_s: float) -> None:
+        past_s = now_s - self._decided_s
+        if past_s > OLD_S:
+            since = datetime.fromtimestamp(time.time() - past_s).astimezone()
+            says = f"its number stays: nothing is heard of calls since {since:%H:%M}"
+            self._fleets.advice.update({
+                each.config.name: {"says": says} for each in self._followed
+            })
 
     def _decide(self, fleet: FollowedFleet, now_s: float) -> None:
         assert fleet.capacity is not None
@@ -239,7 +255,8 @@ class ReplicaFollower:
             self._fleets.resize(name, decision.replicas, self._daemon.slots, DRAIN_S)
 
     def _asked(self, fleet: FollowedFleet) -> FleetNeeds:
-        """The forecast, and the jobs that the fleet's engines may run."""
+        """The forecast, and the jobs that the fleet's engines may run. For one that is due before
+        another replica could be there none is bought."""
         needs, has_rows = [], False
         slots = self._ready(fleet)
         jobs = self._daemon.active.values() if self._daemon.dispatcher.is_offline_on else ()
@@ -249,9 +266,9 @@ class ReplicaFollower:
             if slots and not any(slot.serves(job.model) for slot in slots):
                 continue
             has_rows |= not job.queue.is_finished
-            if job.record.expires_at is not None:
-                left_s = job.record.expires_at - time.time()
-                work_s = job.queue.left_work_s / speed_of(fleet.prices)
+            left_s = job.left_s
+            if fleet.replicas.start_s < left_s < math.inf:
+                work_s = job.left_work_s / speed_of(fleet.prices)
                 calls = fleet.forecast.mean_ahead(int(left_s / MINUTE_S))
                 needs.append(JobNeed(job.record.name, work_s, left_s, calls))
         return FleetNeeds(fleet.forecast.forecast(), needs, has_rows)

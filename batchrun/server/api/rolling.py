@@ -102,6 +102,9 @@ class Rolling:
         except BatchrunError as error:
             self.failure = str(error)
             log.error("the rolling restart ends: %s", error)
+        except Exception as error:
+            self.failure = f"{type(error).__name__}: {error}; the daemon's log says where"
+            log.exception("the rolling restart ends")
 
     async def _restart(
         self, slot: Slot, settings: ManagedSettings | ReplicaSpec | None, drain_s: float

@@ -226,14 +226,14 @@ class KnownMinutes(Struct, frozen=True):
 
 
 def read_minutes(store: Store, whose: str, now_minute: int) -> tuple[list[float], int]:
-    """The minutes that were kept, and how many have passed since; none after a day without.
-    Blocking. Raises StoreError."""
+    """The minutes that were kept, and how many have passed since; none after a day without. Another
+    machine's clock may be ahead. Blocking. Raises StoreError."""
     kept = jobs.read_setting(store, _minutes_key(whose), None)
     with suppress(msgspec.ValidationError):
         known = msgspec.convert(kept, KnownMinutes)
         missed = now_minute - 1 - known.last_minute
-        if 0 <= missed < DAY:
-            return known.loads, missed
+        if abs(missed) < DAY:
+            return known.loads, max(missed, 0)
     return [], 0
 
 
