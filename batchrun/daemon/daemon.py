@@ -35,7 +35,7 @@ from batchrun.daemon.writer import (
     until_stored,
 )
 from batchrun.engine.agent.messages import OWN, Leadership, here
-from batchrun.errors import BatchrunError, StateError, StoreError
+from batchrun.errors import BatchrunError, InputError, StateError, StoreError
 from batchrun.jobs.objects import in_thread
 from batchrun.jobs.results.file_bytes import FileBytes
 from batchrun.jobs.spec import JobSpec
@@ -46,7 +46,7 @@ from batchrun.store.api_keys import NO_LIMITS, KeyLimits
 from batchrun.store.batches import BatchRecord, NewBatch, WantedBatch
 from batchrun.store.database import Store
 from batchrun.store.jobs import JobRecord, NewJob
-from batchrun.types import JobState
+from batchrun.types import DEFAULT_MODEL, JobState
 
 log = logging.getLogger(__name__)
 
@@ -96,6 +96,7 @@ class Daemon:
     _commands: asyncio.Lock = field(default_factory=asyncio.Lock)
     _sit_out_until_s: float = math.inf
     _opening: dict[int, JobRecord] = field(default_factory=dict)
+    _expiring: set[int] = field(default_factory=set)
     _left_over: Sequence[JobRecord] = field(init=False)
     _creator: BatchCreator = field(init=False)
     _tasks: TaskSet = field(init=False)
@@ -166,10 +167,19 @@ class Daemon:
         finally:
             await self._stop()
 
+    def check_model(self, model: str) -> None:
+        """Raises InputError when every engine has told its models, and this is none of them."""
+        known = [slot.models for slot in self.slots if not slot.is_off]
+        if model == DEFAULT_MODEL or not known or not all(known):
+            return
+        names = sorted({name for models in known for name in models or ()})
+        if model not in names:
+            raise InputError(f"model: no engine serves {model!r}; they serve {', '.join(names)}")
+
     async def submit(self, job: NewJob) -> JobRecord:
         """Add a job; when this returns, the job survives any crash. Raises InputError for a model
         that no engine serves."""
-        self.dispatcher.check_model(JobSpec.model_validate_json(job.spec).model)
+        self.check_model(JobSpec.model_validate_json(job.spec).model)
         record = await asyncio.to_thread(jobs.create, self.store, job, now_s=time.time())
         log.info("%s: submitted, %s, %d rows", record.id, record.name, record.num_rows)
         if record.seq not in self.active.keys() | self._opening.keys():
@@ -319,8 +329,15 @@ class Daemon:
             if expires_at is None and self.timeouts.job is not None:
                 expires_at = record.created_at + self.timeouts.job
             is_overdue = expires_at is not None and expires_at <= time.time()
-            if is_overdue and self.end.may_try(record.seq):
-                self._tasks.spawn(self._finish(record, JobState.EXPIRED), record.id)
+            if is_overdue and record.seq not in self._expiring and self.end.may_try(record.seq):
+                self._expiring.add(record.seq)
+                self._tasks.spawn(self._expire(record), record.id)
+
+    async def _expire(self, record: JobRecord) -> None:
+        try:
+            await self._finish(record, JobState.EXPIRED)
+        finally:
+            self._expiring.discard(record.seq)
 
     def _on_committed(self, batch: Sequence[Entry]) -> None:
         now_s = time.monotonic()
@@ -387,8 +404,7 @@ class Daemon:
     async def _stop(self) -> None:
         await self._count_engine_time(at_once=True)
         self.dispatcher.leave()
-        for job in list(self.active.values()):
-            await self.dispatcher.remove(job)
+        await asyncio.gather(*map(self.dispatcher.remove, self.active.values()))
         try:
             async with asyncio.timeout(CLEAN_STOP_S):
                 await self.writer.flush()

@@ -26,7 +26,7 @@ from batchrun.daemon.in_flight import Assignment
 from batchrun.daemon.job import ActiveJob, Hinter
 from batchrun.daemon.writer import ResultWriter, cancel_all
 from batchrun.engine.agent.remote import UNTOLD
-from batchrun.errors import BatchrunError, EngineError, InputError, StoreError
+from batchrun.errors import BatchrunError, EngineError, StoreError
 from batchrun.hints import put_hint
 from batchrun.media.fetching import ImageFetcher, ImageUnreachableError, RowImages, must_fetch
 from batchrun.media.images import IMAGE_CODE, ImageError, without_cache_names
@@ -52,6 +52,7 @@ MAX_UNTOLD = 5
 """An engine of others that answers and did not tell its models, asked so often, may serve any."""
 ASIDE_S = 1.0
 """A row that was aborted, or finds no turn for its images, goes again after others."""
+SLOW_READ_S, SLOW_CLOSE_S = 1.0, 5.0
 RETRY_SHARE = 0.5
 """A row never waits for longer than this part of the time until its job's deadline."""
 
@@ -78,13 +79,14 @@ class Dispatcher:
     hinter: Hinter = field(init=False)
     assigner: Assigner[ActiveJob, Slot] = field(init=False)
     _row_images: RowImages = field(init=False)
+    _reading: set[str] = field(default_factory=set)
     _wake: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
         self.hinter = Hinter(self.epoch)
         self.assigner = Assigner(self.slots)
         self._row_images = RowImages(self.images)
-        self.assigner.resting = (self._row_images.resting, self.waiting)
+        self.assigner.resting = (self._row_images.resting, self.waiting, self._reading)
 
     @property
     def jobs(self) -> Mapping[str, ActiveJob]:
@@ -237,21 +239,11 @@ class Dispatcher:
             choose_default(self.slots)
             self.wake()
 
-    def check_model(self, model: str) -> None:
-        """Raises InputError when every engine has told its models, and this is none of them."""
-        known = [slot.models for slot in self.slots if not slot.is_off]
-        if model == DEFAULT_MODEL or not known or not all(known):
-            return
-        names = sorted({name for models in known for name in models or ()})
-        if model not in names:
-            raise InputError(f"model: no engine serves {model!r}; they serve {', '.join(names)}")
-
     async def remove(self, job: ActiveJob) -> None:
         """Let no more of a job's rows go, abort what is in flight, and close its input."""
         self.hold(job)
         await self.abort(job)
-        async with job.reading:
-            await asyncio.to_thread(job.close)
+        await job.close_soon(SLOW_CLOSE_S)
 
     async def abort(self, job: ActiveJob) -> None:
         """Abort what is in flight of a job; its rows become pending again."""
@@ -271,12 +263,23 @@ class Dispatcher:
         by_job: dict[str, list[SentRow]] = {}
         for assignment in assignments:
             by_job.setdefault(assignment.job.record.id, []).append(assignment)
-        for group in by_job.values():
-            job = group[0].job
-            async with job.reading:
-                rendered = await self._render(group)
-            for assignment, body in zip(group, rendered, strict=False):
-                self._begin(assignment, body)
+        sending = [asyncio.create_task(self._send_group(group)) for group in by_job.values()]
+        done, late = await asyncio.wait(sending, timeout=SLOW_READ_S)
+        await asyncio.gather(*done)
+        for task, job_id in zip(sending, by_job, strict=True):
+            if task in late:  # A job whose input is read slowly holds up no other one.
+                self._reading.add(job_id)
+                task.add_done_callback(partial(self._has_read, job_id))
+
+    def _has_read(self, job_id: str, _: asyncio.Task[None]) -> None:
+        self._reading.discard(job_id)
+        self.wake()
+
+    async def _send_group(self, group: Sequence[SentRow]) -> None:
+        async with group[0].job.reading:
+            rendered = await self._render(group)
+        for assignment, body in zip(group, rendered, strict=False):
+            self._begin(assignment, body)
 
     async def _render(self, group: Sequence[SentRow]) -> list[dict[str, object] | RowError]:
         """The bodies of one job's rows; none where it left meanwhile or cannot be read."""
@@ -287,6 +290,9 @@ class Dispatcher:
                 return await asyncio.to_thread(job.render, [each.row for each in group])
             except BatchrunError as error:
                 problem = str(error)
+            except Exception as error:
+                log.exception("rows of %s cannot be made", job.record.id)
+                problem = f"internal error: {error!r}; see daemon.log"
         for assignment in group:
             self._release(assignment)
             self._give_back(assignment)
@@ -375,7 +381,6 @@ class Dispatcher:
         self._give_back(assignment)
 
     async def _settle(self, assignment: SentRow, outcome: Outcome) -> None:
-        """Decide what an outcome means for its row."""
         job, slot = assignment.job, assignment.slot
         if outcome.kind in {OutcomeKind.OK, OutcomeKind.ROW_ERROR}:
             slot.pressure.taken(slot.window.max_waiting)
@@ -421,8 +426,7 @@ class Dispatcher:
         """The engine takes no more now. The row's retries are kept for what fails; it goes again
         a little after the rest, so that a row that is always refused holds up no other."""
         job, slot = assignment.job, assignment.slot
-        now_s = time.monotonic()
-        num_rows = slot.window.num_rows
+        num_rows, now_s = slot.window.num_rows, time.monotonic()
         slot.pressure.refused(num_rows, outcome.retry_after_s, now_s, self.rng)
         if job.refusals.are_enough(outcome.row, slot.pressure.num_taken):
             self._conclude(assignment, outcome)
@@ -431,7 +435,6 @@ class Dispatcher:
             self._give_back(assignment, ready_at_s=ready_at_s)
 
     def _give_back(self, assignment: SentRow, *, ready_at_s: float = 0.0) -> None:
-        """The row has not ended: it is pending again."""
         self.assigner.give_back(assignment, ready_at_s=ready_at_s)
 
     def _conclude(self, assignment: SentRow, outcome: Outcome) -> None:
@@ -470,9 +473,8 @@ class Dispatcher:
             return
         job.attempts[outcome.row] = outcome.attempt
         await self._remember(results.record_attempt, job.record.seq, outcome.row, outcome.attempt)
-        left_s = job.left_s
         delay_s = retry_delay_s(outcome.attempt, outcome.retry_after_s, self.rng)
-        delay_s = min(delay_s, left_s * RETRY_SHARE)
+        delay_s = min(delay_s, job.left_s * RETRY_SHARE)
         self._give_back(assignment, ready_at_s=time.monotonic() + delay_s)
 
     async def _remember(self, record: Callable[..., None], *values: object) -> None:

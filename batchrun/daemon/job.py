@@ -233,6 +233,15 @@ class ActiveJob:
 
         return await asyncio.shield(read())
 
+    async def close_soon(self, limit_s: float) -> None:
+        """Close the input once nobody reads it, which is waited for so long at most: its file
+        system may not answer."""
+        await asyncio.wait([asyncio.create_task(self._close())], timeout=limit_s)
+
+    async def _close(self) -> None:
+        async with self.reading:
+            await asyncio.to_thread(self.close)
+
     def close(self) -> None:
         """Close the input and the copy of its rows, which stays. Blocking."""
         self.rows.close()

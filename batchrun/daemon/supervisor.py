@@ -13,7 +13,7 @@ import shutil
 import sys
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -39,7 +39,7 @@ from batchrun.engine.agent.engine import AgentEngine, AgentWire
 from batchrun.engine.agent.remote import AgentAddress
 from batchrun.engine.command import AttachedSettings, ManagedSettings, check_port_free
 from batchrun.engine.door import KEY_VARIABLE
-from batchrun.engine.engine import AttachedEngine, ManagedEngine
+from batchrun.engine.engine import AttachedEngine, ManagedEngine, watch_on
 from batchrun.engine.sockets import EngineSockets
 from batchrun.engine.tiny_model import build_tiny_model
 from batchrun.engine.tiny_vision_model import build_tiny_vision_model
@@ -160,7 +160,7 @@ class Supervisor:
         failures: list[EngineError] = []
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(_watch_on("the gateway", self._watch_gateway))
+                group.create_task(watch_on("the gateway", self._watch_gateway))
                 group.create_task(self._announce(on_ready))
                 for slot in self.slots:
                     group.create_task(self._keep(slot, failures, is_heir=is_heir))
@@ -180,7 +180,7 @@ class Supervisor:
             num_expected = sum(not each.is_off for each in self.slots)
             if len(failures) >= num_expected and not (is_heir or is_any_ready):
                 raise failures[0] from None
-        await _watch_on(slot.engine.name, slot.engine.watch)
+        await watch_on(slot.engine.name, slot.engine.watch)
 
     async def _announce(self, on_ready: Callable[[], None]) -> None:
         await self._is_up.wait()
@@ -195,9 +195,9 @@ class Supervisor:
             for slot in self.slots:
                 look = slot.engine.watch if slot.agent is None else slot.agent.watch_from_afar
                 if not isinstance(slot.engine, ManagedEngine):
-                    group.create_task(_watch_on(slot.engine.name, look))
+                    group.create_task(watch_on(slot.engine.name, look))
                     group.create_task(_ask_for_models(slot))
-            group.create_task(_watch_on("the gateway", self._watch_gateway))
+            group.create_task(watch_on("the gateway", self._watch_gateway))
 
     async def _start_gateway(self) -> None:
         self._write_upstreams()
@@ -367,20 +367,6 @@ async def _ask_for_models(slot: Slot) -> None:
         with suppress(EngineError):
             slot.models = await slot.engine.client.models()
         await asyncio.sleep(MODELS_S)
-
-
-async def _watch_on(what: str, watch: Callable[[], Awaitable[None]]) -> None:
-    """Watch for ever: where the operating system refuses something, a file more to open say, what
-    is watched runs on, and so must the daemon."""
-    refusal: str | None = None
-    while True:
-        try:
-            await watch()
-        except OSError as error:
-            if str(error) != refusal:
-                log.error("%s cannot be watched, and is tried again: %s", what, error)
-            refusal = str(error)
-        await asyncio.sleep(GATEWAY_CHECK_S)
 
 
 def build_model(deployment: Deployment, home: Home) -> None:

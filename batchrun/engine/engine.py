@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Awaitable, Callable
 
 import xxhash
 
@@ -27,7 +28,7 @@ from batchrun.engine.process import (
     find_stage,
     is_out_of_memory,
 )
-from batchrun.engine.progress import Progress, start_of_page
+from batchrun.engine.progress import MAX_GAP_S, Progress, start_of_page
 from batchrun.errors import EngineError
 from batchrun.types import EnginePhase
 
@@ -35,6 +36,7 @@ log = logging.getLogger(__name__)
 
 _POLL_S = 0.2
 _NUM_FAILED_CHECKS = 3
+_WATCH_AGAIN_S = 0.5
 LONGEST_START = 12
 """So many times `start_timeout_s` an engine may start, whatever it writes."""
 _HUNG_GRACE_S = 1.0
@@ -206,30 +208,32 @@ class ManagedEngine:
             return "it begins anew"
         if self._record is None:
             return await self._last_words()
-        ready_since_s = answered_s = time.monotonic()
-        num_failed_checks = 0
+        ready_since_s = looked_s = time.monotonic()
+        num_failed_checks, silent_s = 0, 0.0
         while await asyncio.to_thread(process.is_alive, self._record):
             if self._anew.is_set():
                 self._num_restarts = 0
                 return "it begins anew"
             is_healthy = await self.client.is_healthy()
             now_s = time.monotonic()
+            silent_s += min(now_s - looked_s, self.settings.check_interval_s + MAX_GAP_S)
+            looked_s = now_s
             num_failed_checks = 0 if is_healthy else num_failed_checks + 1
             if is_healthy:
-                answered_s = now_s
+                silent_s = 0.0
                 self.state, self.stage = EnginePhase.READY, "ready"
             elif num_failed_checks >= _NUM_FAILED_CHECKS:
                 ready_since_s = now_s
                 self.state = EnginePhase.UNREACHABLE
-                self.stage = f"no answer for {now_s - answered_s:.0f} s"
+                self.stage = f"no answer for {silent_s:.0f} s"
             if now_s - ready_since_s > self.settings.healthy_reset_s:
                 self._num_restarts = 0
             if self.progress.is_hung:
                 reason = f"no progress for {self.progress.stalled_s:.0f} s with work in flight"
                 log.error("engine %s: %s; it is ended and started again", self.name, reason)
                 return reason
-            if now_s - answered_s > self.settings.unresponsive_restart_s:
-                return f"no answer for {now_s - answered_s:.0f} s"
+            if silent_s > self.settings.unresponsive_restart_s:
+                return f"no answer for {silent_s:.0f} s"
             await asyncio.sleep(self.settings.check_interval_s)
         return await self._last_words()
 
@@ -327,3 +331,17 @@ Engine = ManagedEngine | AttachedEngine
 `state` says whether requests may be sent (only READY); `stage` is a few words for people, such as
 "loading weights" or why the engine is down. `watch` keeps both true, after `start`.
 """
+
+
+async def watch_on(what: str, watch: Callable[[], Awaitable[None]]) -> None:
+    """Watch for ever: where the operating system refuses something, a file more to open say, what
+    is watched runs on, and so must whoever watches."""
+    refusal: str | None = None
+    while True:
+        try:
+            await watch()
+        except OSError as error:
+            if str(error) != refusal:
+                log.error("%s cannot be watched, and is tried again: %s", what, error)
+            refusal = str(error)
+        await asyncio.sleep(_WATCH_AGAIN_S)

@@ -131,6 +131,8 @@ def read(
         size = ROWS_PER_READ if left is None else min(ROWS_PER_READ, left)
         page = _page(store, job_seq, after, size, failed_only=failed_only)
         if not page:
+            # Those to come may have been removed while the others were read.
+            refuse_removed(store, job_seq)
             return
         yield from (_stored(entry, decompressor) for entry in page)
         after = page[-1].row
@@ -228,11 +230,16 @@ def refuse_removed(store: Store, job_seq: int) -> None:
 
 
 def _stored(entry: Row[Any], decompressor: zstandard.ZstdDecompressor) -> StoredResult:
-    plain = decompressor.decompress(entry.content, max_output_size=MAX_BODY_BYTES)
+    body = error = None
+    try:
+        plain = decompressor.decompress(entry.content, max_output_size=MAX_BODY_BYTES)
+        body, error = (plain, None) if entry.ok else (None, RowError(**json.loads(plain)))
+    except (zstandard.ZstdError, ValueError, TypeError) as damage:
+        error = RowError("result_damaged", f"the store's copy cannot be read: {damage}")
     return StoredResult(
         entry.row,
-        plain if entry.ok else None,
-        None if entry.ok else RowError(**json.loads(plain)),
+        body,
+        error,
         entry.finish_reason,
         Usage(entry.num_prompt_tokens, entry.num_output_tokens, entry.num_cached_tokens),
         entry.attempts,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
@@ -62,12 +63,19 @@ async def running_daemon(
             await asyncio.wait([running])
 
 
-async def submit_rows(daemon: Daemon, folder: Path, num_rows: int) -> JobRecord:
+def folder_in(folder: Path, name: str) -> Path:
+    """A new folder in another one."""
+    made = folder / name
+    made.mkdir()
+    return made
+
+
+async def submit_rows(daemon: Daemon, folder: Path, num_rows: int, more: str = "") -> JobRecord:
     """Submit a job of so many rows."""
     pq.write_table(
         pa.table({"text": [f"row {i}" for i in range(num_rows)]}), folder / "rows.parquet"
     )
-    (folder / "job.yaml").write_text(JOB)
+    (folder / "job.yaml").write_text(JOB + more)
     spec = load_job_file(folder / "job.yaml", cwd=folder)
     return await daemon.submit(prepare_job(spec, links=daemon.links))
 
@@ -88,6 +96,47 @@ async def test_rows_aborted_before_their_first_step_run_again(
         async with asyncio.timeout(60):
             while not job.queue.is_finished:
                 await asyncio.sleep(0.01)
+
+
+async def test_a_job_whose_input_is_not_read_holds_up_no_other(
+    tmp_path: Path, shared_fake_engine: ManagedSettings
+) -> None:
+    async with running_daemon(tmp_path, shared_fake_engine.base_url) as daemon:
+        slow = await submit_rows(daemon, folder_in(tmp_path, "slow"), 20_000)
+        async with asyncio.timeout(60):
+            while slow.seq not in daemon.active:
+                await asyncio.sleep(0.01)
+        job = daemon.active[slow.seq]
+        async with job.reading:  # As by a read that does not come back.
+            num_done = job.counts.num_completed
+            other = await submit_rows(daemon, folder_in(tmp_path, "other"), 16)
+            async with asyncio.timeout(60):
+                while jobs.get(daemon.store, other.id).state is not JobState.COMPLETED:
+                    await asyncio.sleep(0.05)
+            assert job.counts.num_completed <= num_done + 2 * 32
+            await daemon.cancel(slow.id)
+            async with asyncio.timeout(60):
+                while jobs.get(daemon.store, slow.id).state is not JobState.CANCELLED:
+                    await asyncio.sleep(0.05)
+
+
+async def test_an_overdue_job_is_ended_by_one_task_however_long_the_store_is_locked(
+    tmp_path: Path, shared_fake_engine: ManagedSettings
+) -> None:
+    async with running_daemon(tmp_path, shared_fake_engine.base_url) as daemon:
+        daemon.dispatcher.is_offline_on = False
+        record = await submit_rows(daemon, folder_in(tmp_path, "due"), 16, "deadline: 2s\n")
+        async with asyncio.timeout(60):
+            while record.seq not in daemon.active:
+                await asyncio.sleep(0.01)
+        before = len(daemon._tasks._tasks)
+        with closing(sqlite3.connect(tmp_path / "store.db")) as other:
+            other.execute("BEGIN IMMEDIATE")
+            await asyncio.sleep(6)
+            assert len(daemon._tasks._tasks) <= before + 1
+        async with asyncio.timeout(60):
+            while jobs.get(daemon.store, record.id).state is not JobState.EXPIRED:
+                await asyncio.sleep(0.05)
 
 
 async def test_a_job_submitted_before_the_daemon_runs_is_taken_up_once(

@@ -11,6 +11,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from sqlalchemy import update
 from store_builders import answered, load_dump, read_tables
 
 from batchrun.config import DeploymentFile
@@ -33,6 +34,7 @@ from batchrun.store.retention import (
     rewrite,
     unused_bytes,
 )
+from batchrun.store.schema import bodies
 from batchrun.strict import load_strict
 from batchrun.types import JobState
 
@@ -115,6 +117,28 @@ def test_removed_results_are_refused_with_the_day_they_went(store: Store) -> Non
 
     with pytest.raises(StateError, match="its results were removed on 1970-01-01"):
         next(results.read(store, job.seq))
+
+
+def test_results_that_go_while_they_are_read_are_missed(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(results, "ROWS_PER_READ", 2)
+    job = ended_job(store, num_rows=6)
+    found = results.read(store, job.seq)
+    assert next(found).row == 0
+    remove(store, job)
+    with pytest.raises(StateError, match="its results were removed on"):
+        list(found)
+
+
+def test_a_damaged_reply_is_the_error_of_its_row(store: Store) -> None:
+    job = ended_job(store)
+    with store.write() as connection:
+        damage = update(bodies).where(bodies.c.row == 1).values(content=b"damaged")
+        connection.execute(damage)
+    found = list(results.read(store, job.seq))
+    assert [each.error and each.error.code for each in found] == [None, "result_damaged", None]
+    assert found[1].body is None
 
 
 def test_results_go_in_pieces(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

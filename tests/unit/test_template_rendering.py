@@ -103,6 +103,7 @@ def test_message_text_is_text(text: str, row: dict[str, object], rendered: str) 
         ("{% for i in range(1000000) %}x{% endfor %}", {"range": range(5)}, None),
         ("{{ q.__class__.__mro__ }}", {"q": "x"}, "unsafe"),
         ("{{ q.format.__globals__ }}", {"q": "x"}, "unsafe"),
+        ("{{ q | dictsort }}", {"q": None}, "has no attribute 'items'"),
     ],
 )
 def test_a_row_that_does_not_fit_is_a_row_error(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import math
+import sqlite3
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,7 @@ from batchrun.engine.engine import AttachedEngine
 from batchrun.engine.progress import SILENT_S
 from batchrun.engine.sockets import EngineSockets
 from batchrun.pool.row_queue import Window
-from batchrun.types import EnginePhase
+from batchrun.types import EnginePhase, Outcome, OutcomeKind
 from batchrun.wire import ClassTelemetry, Telemetry, encode
 
 IDLE_PAGE = 'vllm:num_requests_running{engine="0"} 0.0\nvllm:num_requests_waiting{engine="0"} 0.0\n'
@@ -161,6 +162,24 @@ def test_what_is_heard_of_work_and_of_silence(
     silent = link.look(has_rows=False)
     assert silent is not None
     assert (silent.mark, silent.has_work, silent.bound_s) == (after.mark, True, SILENT_S)
+
+
+@pytest.mark.parametrize("what", ["damaged", "of another version"])
+async def test_outcomes_that_cannot_be_read_keep_no_agent_from_starting(
+    tmp_path: Path, what: str
+) -> None:
+    path, ended = tmp_path / "kept.db", Outcome("job_a", 0, 1, OutcomeKind.OK, body=b"{}")
+    KeptOutcomes(path).add([ended])
+    if what == "damaged":
+        path.write_bytes(b"no database" * 1_000)
+    else:
+        with closing(sqlite3.connect(path)) as connection, connection:
+            connection.execute("INSERT INTO outcomes VALUES ('job_a', 1, X'81')")
+    kept = KeptOutcomes(path)
+    assert kept.load() == ([] if what == "damaged" else [ended])
+    assert path.with_suffix(".damaged").exists() == (what == "damaged")
+    kept.add([ended])
+    assert KeptOutcomes(path).load() == [ended]
 
 
 async def test_an_agent_knows_when_it_sent_the_newest_row_that_its_engine_has(

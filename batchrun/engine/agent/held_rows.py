@@ -32,6 +32,8 @@ GATHER_S = 0.005
 MAX_ROWS_TOLD = 4_096
 MAX_KEPT_BYTES = 256 << 20
 """Outcomes beyond that are given up; their rows run again."""
+KEEP_AGAIN_S = 1.0
+TABLE = "CREATE TABLE IF NOT EXISTS outcomes (job, row, outcome, PRIMARY KEY (job, row))"
 FINAL = frozenset({OutcomeKind.OK, OutcomeKind.ROW_ERROR})
 _OUTCOME = msgspec.msgpack.Decoder(Outcome)
 
@@ -39,18 +41,33 @@ _OUTCOME = msgspec.msgpack.Decoder(Outcome)
 class KeptOutcomes:
     """A file of outcomes. Blocking; what returned has reached the disk.
 
-    Raises OSError when the file cannot be read or written.
+    Raises OSError when the file cannot be written. One that is damaged is put aside.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._run("CREATE TABLE IF NOT EXISTS outcomes (job, row, outcome, PRIMARY KEY (job, row))")
+        try:
+            self._run(TABLE)
+            self._run("SELECT count(outcome) FROM outcomes")
+        except OSError as error:
+            # What only cannot be reached, or has no room, is an OperationalError.
+            if type(error.__cause__) is not sqlite3.DatabaseError:
+                raise
+            aside = path.with_suffix(".damaged")
+            log.error("%s; it is kept as %s, and its rows run again", error, aside.name)
+            path.replace(aside)
+            self._run(TABLE)
 
     def load(self) -> list[Outcome]:
-        """All of them."""
-        found = self._run("SELECT outcome FROM outcomes")
-        return [_OUTCOME.decode(text) for (text,) in found]
+        """All of them, but for those that another version of batchrun kept in another way."""
+        outcomes = []
+        for (text,) in self._run("SELECT outcome FROM outcomes"):
+            try:
+                outcomes.append(_OUTCOME.decode(text))
+            except msgspec.MsgspecError as error:
+                log.error("%s: a row runs again, its outcome is unknown: %s", self._path, error)
+        return outcomes
 
     def add(self, outcomes: Iterable[Outcome]) -> None:
         """Keep these, in place of older ones of the same rows."""
@@ -224,6 +241,7 @@ class RowKeeper:
         except OSError as error:
             log.error("outcomes cannot be kept: %s", error)
             self._forgotten |= forgotten
+            asyncio.get_running_loop().call_later(KEEP_AGAIN_S, self._wake.set)
             return
         self._saved |= new.keys() & self._ended.keys()
         self._forgotten |= new.keys() - self._ended.keys()

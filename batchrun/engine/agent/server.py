@@ -40,7 +40,7 @@ from batchrun.engine.agent.messages import (
     SendRows,
     read_from_daemon,
 )
-from batchrun.engine.engine import Engine, ManagedEngine
+from batchrun.engine.engine import Engine, ManagedEngine, watch_on
 from batchrun.engine.progress import SILENCE
 from batchrun.engine.sockets import EngineSockets
 from batchrun.errors import ConfigError, EngineError
@@ -231,7 +231,7 @@ class Agent:
         else:
             with suppress(EngineError):
                 await self._engine.start()
-        watch = asyncio.create_task(self._engine.watch())
+        watch = asyncio.create_task(watch_on("the engine", self._engine.watch))
         try:
             while not watch.done():
                 if self._engine.state is EnginePhase.FAILED:

@@ -33,6 +33,16 @@ class RowRenderError(Exception):
         self.row_error = RowError(code, reason)
 
 
+ROW_FAULTS = (
+    TemplateError,
+    ValueError,
+    TypeError,
+    LookupError,
+    ArithmeticError,
+    AttributeError,
+)
+
+
 class RequestTemplate:
     """A job's templates, compiled. Stateless once built.
 
@@ -76,7 +86,7 @@ class RequestTemplate:
                 check_media(body)
         except ImageError as problem:
             raise RowRenderError(row_number, str(problem), code=IMAGE_CODE) from None
-        except (TemplateError, ValueError, TypeError, LookupError, ArithmeticError) as failure:
+        except ROW_FAULTS as failure:
             reason = " ".join(str(failure).split())[:_SHOWN_CHARS] or type(failure).__name__
             raise RowRenderError(row_number, reason) from None
         except RecursionError:

@@ -290,7 +290,7 @@ def _add_models(control: APIRouter, daemon: Daemon) -> None:
     @control.get("/served")
     async def served(model: str) -> dict[str, object]:
         """What the engines that serve a model can take; null: not known."""
-        daemon.dispatcher.check_model(model)
+        daemon.check_model(model)
         slots = [slot for slot in daemon.slots if slot.is_usable and slot.models is not None]
         return {
             "engines": [
