@@ -77,7 +77,7 @@ class ColocatedScheduler(AsyncScheduler):
 
     def use_clock(self, clock: Callable[[], float]) -> None:
         """Take the time from `clock`; arrivals are on its scale too. Before any request."""
-        self.state.clock = clock
+        self.state.clock, self.state.wall = clock, None
         self.state.wall_offset_s = 0.0
 
     def rehearse(self, policy: Policy, nonce: str) -> None:
@@ -130,7 +130,7 @@ class ColocatedScheduler(AsyncScheduler):
         if waits:
             state.queue.remove_request(session)
         super()._update_request_as_session(session, update)
-        begin_turn(state.views[session.request_id], session, state.wall_offset_s)
+        begin_turn(state.views[session.request_id], session, state.arrived_at_s(session))
         if waits:
             state.queue.add_request(session)
 

@@ -46,6 +46,10 @@ from batchrun.wire import FeltCalls, Orders
 
 _BY_RANK = attrgetter("epoch", "rank", "arrival_at_s", "request_id")
 
+WALL_DRIFT_S = 0.01
+"""By so much the wall clock may leave ours before arrivals are placed anew: two readings are never
+of one instant, and calls that came together are to stay in order."""
+
 
 class PlanQueue(RequestQueue):
     """All waiting and preempted requests, by class.
@@ -140,8 +144,9 @@ class EngineState:
     requests will need, `calls` how many of them come and how long their answers become, `slo` what
     those without a class are promised now, `margin` what of it steps beside rows leave to callers,
     `untold_answers` how long answers are of offline work of which no hint tells. `clock` returns
-    monotonic seconds; less `wall_offset_s`, vLLM's wall-clock arrivals are on its scale. A hint
-    counts if it carries the `nonce`; without a nonce none does.
+    monotonic seconds; less `wall_offset_s`, the times of the `wall` clock, as vLLM's arrivals, are
+    on its scale (None: they are at once). A hint counts if it carries the `nonce`; without a nonce
+    none does.
     """
 
     def __init__(
@@ -159,6 +164,7 @@ class EngineState:
         self.total_blocks = manager.block_pool.num_gpu_blocks
         self.max_loras = config.lora_config.max_loras if config.lora_config else 0
         self.clock: Callable[[], float] = time.monotonic
+        self.wall: Callable[[], float] | None = time.time
         self.wall_offset_s = time.time() - time.monotonic()
         self.nonce = os.environ.get(HINT_NONCE_VARIABLE, "")
         self.views: dict[str, RequestView] = {}
@@ -197,7 +203,7 @@ class EngineState:
     def enter(self, request: Request) -> tuple[RequestView, Hint | None]:
         """Keep a view of a request that has come in: online work unless its hint says otherwise."""
         hint = self.read_hint(request)
-        arrival_at_s = request.arrival_time - self.wall_offset_s
+        arrival_at_s = self.arrived_at_s(request)
         view = make_view(request, hint, self.slo, arrival_at_s)
         if isinstance(hint, FlexHint):
             stand_behind(view, self.views.values())
@@ -214,6 +220,21 @@ class EngineState:
         self.num_offline += view.is_offline
         self._announce(request, hint)
         return view, hint
+
+    def arrived_at_s(self, request: Request) -> float:
+        """When the request came; never later than now, whatever its wall clock showed."""
+        if self.wall is None:
+            return request.arrival_time
+        now_s = self.follow_wall()
+        return min(now_s, request.arrival_time - self.wall_offset_s)
+
+    def follow_wall(self) -> float:
+        """Now. The offset of the wall clock is right then, though that was set since it was looked
+        at, or the machine slept, while our clock stood."""
+        now_s = self.clock()
+        if self.wall is not None and abs(self.wall() - now_s - self.wall_offset_s) > WALL_DRIFT_S:
+            self.wall_offset_s = self.wall() - now_s
+        return now_s
 
     def has_classes(self, now_s: float) -> bool:
         """Whether a call with bounds of its own is there, or came in the last minute."""
@@ -339,9 +360,9 @@ def stand_behind(view: RequestView, others: Iterable[RequestView]) -> None:
     view.epoch, view.rank = max(places, default=(0, 0))
 
 
-def begin_turn(view: RequestView, request: Request, wall_offset_s: float) -> None:
+def begin_turn(view: RequestView, request: Request, arrival_at_s: float) -> None:
     """The next turn of a streaming session begins; what came before it is its prompt now."""
-    view.arrival_at_s = request.arrival_time - wall_offset_s
+    view.arrival_at_s = arrival_at_s
     view.first_token_at_s = None
     view.num_prompt_tokens = request.num_prompt_tokens
     view.num_tokens = request.num_tokens
