@@ -182,7 +182,7 @@ def fits(
     """Whether an offline request has room beside what is wanted before it, and reserved: the
     threshold of Echo, 4.2."""
     need = need_blocks(draft.view, request, hit)
-    room = draft.free_blocks - draft.promised_blocks + soon_free
+    room = draft.free_blocks - draft.promised_blocks - draft.view.watermark_blocks + soon_free
     if keeps_reserve:
         wanted_by_others = max(0, draft.wanted_blocks(request) - hit.idle_blocks)
         room -= wanted_by_others + draft.view.reserve_blocks

@@ -133,7 +133,8 @@ class EngineView:
 
     `rest_s` is the predicted time until the steps in flight are done; `free_blocks` counts every
     block that an allocation could take, cached or not; `reserve_blocks` are kept for online bursts,
-    beside the `online_blocks` that online requests hold. `look_up(request)` finds a waiting
+    beside the `online_blocks` that online requests hold; `watermark_blocks` are those that vLLM wants
+    free behind each admission. `look_up(request)` finds a waiting
     request's prefix in the KV cache (costly: once per decision); `wanted_blocks(request)` counts
     the free blocks whose KV rows planned no later than it will hit, `num_followers(request)` the
     rows of its group that have not ended, besides itself, `private_blocks(request)` the blocks that
@@ -168,6 +169,7 @@ class EngineView:
     private_blocks: Callable[[RequestView], int]
     is_ready: Callable[[RequestView], bool]
     is_offline_on: bool = True
+    watermark_blocks: int = 0
     error_share: float = 0.0
     online_slo_ttft_s: float = 1.0
     online_slo_tpot_s: float = 0.05

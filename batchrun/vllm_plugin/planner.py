@@ -114,6 +114,7 @@ class ViewBuilder:
             private_blocks=self._private_blocks,
             is_ready=self._is_ready,
             is_offline_on=state.is_offline_on,
+            watermark_blocks=state.watermark_blocks if online or offline else 0,
             online_slo_ttft_s=state.slo.ttft_s,
             online_slo_tpot_s=state.slo.tpot_s,
             online_cost=planned_cost(state.settings.cost_in_force),
