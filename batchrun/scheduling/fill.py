@@ -169,7 +169,7 @@ def soon_free_blocks(draft: Draft) -> int:
         if not request.is_decode or left > CLOSING_TOKENS:
             staying.add(group)
         num_to_run[group] = num_to_run.get(group, 1 + view.num_followers(request)) - 1
-        held = view.blocks_for(request.num_computed_tokens)
+        (held,) = view.law.kept([request.num_computed_tokens])
         is_alone = group not in blocks
         blocks[group] = view.private_blocks(request) if is_alone else max(held, blocks[group])
     closing = [group for group, num in num_to_run.items() if num <= 0 and group not in staying]

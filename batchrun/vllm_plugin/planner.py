@@ -104,7 +104,7 @@ class ViewBuilder:
             total_blocks=state.total_blocks,
             reserve_blocks=state.estimates.reserve_blocks(used),
             online_blocks=used,
-            block_tokens=state.block_tokens,
+            law=state.law,
             token_budget=token_budget,
             max_running=max_running,
             max_loras=state.max_loras,

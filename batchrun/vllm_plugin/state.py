@@ -39,6 +39,7 @@ from batchrun.hints import (
 from batchrun.scheduling.online_queue import ONLINE_MEMORY_S
 from batchrun.scheduling.view import BY_ARRIVAL, UNKNOWN_TOKENS, RequestView
 from batchrun.types import USUAL_OUTPUT_TOKENS, RequestClass
+from batchrun.vllm_plugin.compat import block_law
 from batchrun.vllm_plugin.estimates import Estimates, StepClock, engine_facts, read_models
 from batchrun.vllm_plugin.kv_cache import KvTiers
 from batchrun.vllm_plugin.settings import OnlineSlo, PluginSettings
@@ -162,6 +163,7 @@ class EngineState:
         self.manager = manager
         self.block_tokens = block_tokens
         self.total_blocks = manager.block_pool.num_gpu_blocks
+        self.law = block_law(manager)
         self.watermark_blocks = int(getattr(manager, "watermark_blocks", 0))
         self.max_loras = config.lora_config.max_loras if config.lora_config else 0
         self.clock: Callable[[], float] = time.monotonic
