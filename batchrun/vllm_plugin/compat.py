@@ -71,6 +71,7 @@ REQUEST_FIELDS = (
     "drop_stale_output",
     "lora_request",
     "max_tokens",
+    "mm_features",
     "num_computed_tokens",
     "num_output_placeholders",
     "num_output_tokens",

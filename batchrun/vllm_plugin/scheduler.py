@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from operator import attrgetter
 from typing import Any
@@ -67,6 +68,7 @@ class ColocatedScheduler(AsyncScheduler):
         self.daemon_link = DaemonLink(self.state, started, self.max_num_running_reqs, refusal)
         self._planned_as = settings.policy, settings.online_queue
         self._is_mamba = self.need_mamba_block_aligned_split
+        self._keeps_items_whole = self.scheduler_config.disable_chunked_mm_input
         self._recorder: StepRecorder | None = None
         if settings.record_steps is not None:
             self._recorder = StepRecorder(settings.record_steps, self.state.facts)
@@ -177,6 +179,9 @@ class ColocatedScheduler(AsyncScheduler):
         """The first per-request point in vLLM's loops: where a plan's caps go in."""
         cap = self.plan.caps.get(request.request_id)
         capped = num_new_tokens if cap is None else min(cap, num_new_tokens)
+        if self._keeps_items_whole and capped and request.mm_features:
+            start = request.num_computed_tokens + sum(args) + sum(kwargs.values())
+            capped = self._whole_item(request, start, capped, num_new_tokens)
         if not self._is_mamba or not capped:
             return capped
         align = super()._mamba_block_aligned_split
@@ -186,6 +191,25 @@ class ColocatedScheduler(AsyncScheduler):
         # A state is kept at block boundaries only: the smallest chunk goes to the next one.
         block = min(self.cache_config.block_size, num_new_tokens)
         return align(request, block, *args, **kwargs)
+
+    def _whole_item(self, request: Request, start: int, capped: int, most: int) -> int:
+        """The chunk of `capped` tokens or, where it would end in the image or video that it begins
+        in, up to the end of that: its tokens see each other. vLLM itself stops before one that
+        begins later. 0 where `most`, what is left of the step, is too little; where that is so in
+        every step, vLLM's own chunk."""
+        features = request.mm_features or ()
+        number = bisect_right(features, start, key=lambda each: each.mm_position.offset) - 1
+        if number < 0:
+            return capped
+        place = features[number].mm_position
+        rest = place.offset + place.length - start
+        if rest <= capped:
+            return capped
+        if rest <= most:
+            return rest
+        threshold = self.scheduler_config.long_prefill_token_threshold
+        most_ever = min(self.max_num_scheduled_tokens, threshold or self.max_num_scheduled_tokens)
+        return 0 if rest <= most_ever else most
 
     # The signature is vLLM's.
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:  # noqa: FBT001, FBT002
