@@ -36,8 +36,23 @@ def plan_step(policy: Policy, view: EngineView, state: EngineState) -> Plan:
         state.num_policy_errors += 1
         if state.num_policy_errors == 1:
             log.exception("batchrun: the policy failed; online work only for this step")
-        caps = {request.request_id: 0 for request in view.offline_running}
-        return Plan(admit=tuple(view.online_waiting), caps=caps)
+        running = [*view.online_running, *view.offline_running]
+        admit = with_adapters(view.online_waiting, running, view.max_loras)
+        return Plan(tuple(admit), {request.request_id: 0 for request in view.offline_running})
+
+
+def with_adapters(
+    waiting: Iterable[RequestView], running: Iterable[RequestView], max_loras: int
+) -> list[RequestView]:
+    """Those that wait whose adapters fit beside those of all that run. vLLM counts the adapters of
+    a step alone, and dies in a later one that has more."""
+    loras = {request.lora_id for request in running}
+    fitting = []
+    for request in waiting:
+        if request.lora_id in loras or len(loras - {0}) < max_loras or not request.lora_id:
+            loras.add(request.lora_id)
+            fitting.append(request)
+    return fitting
 
 
 def running_order(plan: Plan, seen: EngineView) -> list[Request]:

@@ -25,7 +25,7 @@ from batchrun.types import RequestClass
 from batchrun.vllm_plugin.compat import check_plans_are_obeyed, preempt
 from batchrun.vllm_plugin.control import DaemonLink, InForce
 from batchrun.vllm_plugin.estimates import StepRecorder, scheduled_load
-from batchrun.vllm_plugin.planner import ViewBuilder, plan_step, running_order
+from batchrun.vllm_plugin.planner import ViewBuilder, plan_step, running_order, with_adapters
 from batchrun.vllm_plugin.settings import check_combinations, read_settings
 from batchrun.vllm_plugin.state import EngineState, begin_turn
 from batchrun.wire import CHANNEL_VARIABLE
@@ -121,7 +121,9 @@ class ColocatedScheduler(AsyncScheduler):
     def add_request(self, request: Request) -> None:
         """Take a request in, as online work unless a hint says otherwise."""
         if request.request_id not in self.requests:
-            self.daemon_link.arrived(*self.state.enter(request))
+            view, hint = self.state.enter(request)
+            with self.state.surviving():
+                self.daemon_link.arrived(view, hint)
         super().add_request(request)
         self._defer(request)
 
@@ -140,7 +142,8 @@ class ColocatedScheduler(AsyncScheduler):
         """The one place where a request ends."""
         view = self.state.leave(request)
         if view is not None:
-            self.daemon_link.left(view)
+            with self.state.surviving():
+                self.daemon_link.left(view)
         self.view_builder.forget(request.request_id)
         with self.state.freeing(view):
             return super()._free_request(request, *args, **kwargs)
@@ -218,7 +221,8 @@ class ColocatedScheduler(AsyncScheduler):
         self._begin_step()
         output = super().schedule(throttle_prefills)
         self.state.queue.expose(())
-        self._note(output)
+        with self.state.surviving():
+            self._note(output)
         return output
 
     def obey(self) -> None:
@@ -234,8 +238,9 @@ class ColocatedScheduler(AsyncScheduler):
                     self.hand_back()
                 else:
                     self.take_over(policy)
-            self.state.count_jobs(orders)
-            self.state.hear_callers(orders.felt)
+            with self.state.surviving():
+                self.state.count_jobs(orders)
+                self.state.hear_callers(orders.felt)
 
     def _begin_step(self) -> None:
         """Plan the step that vLLM schedules next. Where there is nothing to plan, as without
@@ -253,16 +258,28 @@ class ColocatedScheduler(AsyncScheduler):
             )
             self._set_order(is_planned=is_planned)
             if is_planned:
-                places = self.max_num_active_reqs - self.num_waiting_for_streaming_input
-                seen = self.view_builder.view(
-                    self.running, self.current_step, self.max_num_scheduled_tokens, places
-                )
-                self._apply(plan_step(policy, seen, state), seen)
+                self._plan_step(policy)
             else:
-                self.view_builder.sample(self.running, state.clock())
+                with state.surviving():
+                    self.view_builder.sample(self.running, state.clock())
                 state.queue.expose([view.handle for view in state.queue.online])
         self.daemon_link.meter.num_left_out = self.plan.num_left_out
         self.need_mamba_block_aligned_split = self._is_mamba or bool(self.plan.caps)
+
+    def _plan_step(self, policy: Policy) -> None:
+        """Plan by what is seen; where nothing can be seen, whatever runs goes on as vLLM has it."""
+        state, seen = self.state, None
+        places = self.max_num_active_reqs - self.num_waiting_for_streaming_input
+        with state.surviving():
+            seen = self.view_builder.view(
+                self.running, self.current_step, self.max_num_scheduled_tokens, places
+            )
+        if seen is None:
+            running = [state.views[request.request_id] for request in self.running]
+            calls = with_adapters(state.queue.online, running, state.max_loras)
+            state.queue.expose([view.handle for view in calls])
+        else:
+            self._apply(plan_step(policy, seen, state), seen)
 
     def _set_order(self, *, is_planned: bool) -> None:
         """Which of its own rules vLLM follows in this step.
@@ -281,7 +298,8 @@ class ColocatedScheduler(AsyncScheduler):
         self.plan = plan
         self.running = running_order(plan, seen)
         self.state.queue.expose([view.handle for view in plan.admit])
-        self.view_builder.note_admissions(plan.admit)
+        with self.state.surviving():
+            self.view_builder.note_admissions(plan.admit)
 
     def _note(self, output: SchedulerOutput) -> None:
         """A step was handed to the engine."""
@@ -296,6 +314,17 @@ class ColocatedScheduler(AsyncScheduler):
     ) -> dict[int, EngineCoreOutputs]:
         """Note when the step ended and who got a first token."""
         state, now_s = self.state, self.state.clock()
+        with state.surviving():
+            self._note_end(now_s)
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        if not self.requests:
+            state.steps.fell_idle()
+        with state.surviving():
+            self._note_tokens(outputs, now_s)
+        return outputs
+
+    def _note_end(self, now_s: float) -> None:
+        state = self.state
         ended = state.steps.ended(now_s)
         self.daemon_link.meter.ended(now_s)
         if ended is not None:
@@ -305,11 +334,6 @@ class ColocatedScheduler(AsyncScheduler):
                 state.estimates.observe(load, seconds)
             else:
                 self._recorder.add(load, seconds, state.steps.gap)
-        outputs = super().update_from_output(scheduler_output, model_runner_output)
-        if not self.requests:
-            state.steps.fell_idle()
-        self._note_tokens(outputs, now_s)
-        return outputs
 
     def _note_tokens(self, outputs: Mapping[int, EngineCoreOutputs], now_s: float) -> None:
         views, meter = self.state.views, self.daemon_link.meter

@@ -6,6 +6,7 @@ scheduler, which alone keeps the state true to vLLM and works by it.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import time
@@ -44,6 +45,8 @@ from batchrun.vllm_plugin.estimates import Estimates, StepClock, engine_facts, r
 from batchrun.vllm_plugin.kv_cache import KvTiers
 from batchrun.vllm_plugin.settings import OnlineSlo, PluginSettings
 from batchrun.wire import FeltCalls, Orders
+
+log = logging.getLogger(__name__)
 
 _BY_RANK = attrgetter("epoch", "rank", "arrival_at_s", "request_id")
 
@@ -258,6 +261,17 @@ class EngineState:
         if self.kv is not None:
             self.kv.finished(request)
         return view
+
+    @contextmanager
+    def surviving(self) -> Iterator[None]:
+        """For what only watches the engine, or could be done without in this step: an error within
+        is counted, and the first is logged, where it would end the engine and all requests."""
+        try:
+            yield
+        except Exception:
+            self.num_policy_errors += 1
+            if self.num_policy_errors == 1:
+                log.exception("batchrun: this failed; the step goes on without it")
 
     @contextmanager
     def freeing(self, view: RequestView | None) -> Iterator[None]:
