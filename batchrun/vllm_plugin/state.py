@@ -181,6 +181,7 @@ class EngineState:
         self.believe(read_models(settings.profile, self.facts.engine))
         self.is_offline_on = True
         self.num_offline = 0
+        self._places: list[tuple[int, int]] = []
         self._call_seen_at_s = self._class_seen_at_s = -math.inf
         self._classed: set[str] = set()
         self.untold_answers = AnswerLengths([USUAL_OUTPUT_TOKENS])
@@ -212,7 +213,7 @@ class EngineState:
         arrival_at_s = self.arrived_at_s(request)
         view = make_view(request, hint, self.slo, arrival_at_s)
         if isinstance(hint, FlexHint):
-            stand_behind(view, self.views.values())
+            stand_behind(view, self._places)
         if view.is_offline and view.expected_output_tokens == UNKNOWN_TOKENS:
             view.expected_output_tokens = self.untold_answers.room_tokens
             self.untold_answers.sent(request.request_id)
@@ -223,7 +224,9 @@ class EngineState:
             self._class_seen_at_s = arrival_at_s
             self._classed.add(request.request_id)
         self.views[request.request_id] = view
-        self.num_offline += view.is_offline
+        if view.is_offline:
+            self.num_offline += 1
+            insort(self._places, (view.epoch, view.rank))
         self._announce(request, hint)
         return view, hint
 
@@ -256,7 +259,9 @@ class EngineState:
         view = self.views.pop(request.request_id, None)
         self._classed.discard(request.request_id)
         if view is not None:
-            self.num_offline -= view.is_offline
+            if view.is_offline:
+                self.num_offline -= 1
+                del self._places[bisect_left(self._places, (view.epoch, view.rank))]
             self._learn_length(request, view)
         if self.kv is not None:
             self.kv.finished(request)
@@ -369,12 +374,12 @@ def make_view(
     return view
 
 
-def stand_behind(view: RequestView, others: Iterable[RequestView]) -> None:
-    """Give an offline call its place: behind all offline requests that are here, and before those
-    that come later. So neither a long job nor a stream of calls keeps the other waiting for ever.
+def stand_behind(view: RequestView, places: Sequence[tuple[int, int]]) -> None:
+    """Give an offline call its place: behind all offline requests that are here, whose `places` are
+    in order, and before those that come later. So neither a long job nor a stream of calls keeps
+    the other waiting for ever.
     """
-    places = ((other.epoch, other.rank) for other in others if other.is_offline)
-    view.epoch, view.rank = max(places, default=(0, 0))
+    view.epoch, view.rank = places[-1] if places else (0, 0)
 
 
 def begin_turn(view: RequestView, request: Request, arrival_at_s: float) -> None:
