@@ -163,18 +163,20 @@ def cached_prefix(manager: KVCacheManager, request: Request) -> tuple[int, int]:
     return num_blocks * block_tokens, num_blocks - num_held
 
 
-def block_law(manager: KVCacheManager) -> BlockLaw:
-    """How many blocks of the manager's pool tokens take, in all KV groups that share it."""
+def block_law(manager: KVCacheManager, block_tokens: int) -> BlockLaw:
+    """How many blocks of the manager's pool tokens take, in all KV groups that share it; of
+    `block_tokens` where there is none."""
     groups = manager.coordinator.single_type_managers
     kinds = Counter(_kind(group) for group in groups if group.block_pool is manager.block_pool)
-    return BlockLaw(*(dataclasses.replace(kind, num_groups=n) for kind, n in kinds.items()))
+    alike = [dataclasses.replace(kind, num_groups=num) for kind, num in kinds.items()]
+    return BlockLaw(*(alike or [BlockKind(block_tokens)]))
 
 
 def _kind(group: SingleTypeKVCacheManager) -> BlockKind:
     """One KV group: full attention, a window (or chunks) of it, or a state of fixed size."""
     spec: Any = group.kv_cache_spec
     size = group.block_size
-    most = group.max_admission_blocks_per_request
+    most = getattr(group, "max_admission_blocks_per_request", None)
     if most is not None:
         window = getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", 0)
         kept = min(most, -(-window // size) + 1) if window else most

@@ -166,7 +166,7 @@ class EngineState:
         self.manager = manager
         self.block_tokens = block_tokens
         self.total_blocks = manager.block_pool.num_gpu_blocks
-        self.law = block_law(manager)
+        self.law = block_law(manager, block_tokens)
         self.watermark_blocks = int(getattr(manager, "watermark_blocks", 0))
         self.max_loras = config.lora_config.max_loras if config.lora_config else 0
         self.clock: Callable[[], float] = time.monotonic
