@@ -326,7 +326,8 @@ class LastSteps:
         path.unlink(missing_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
-            os.ftruncate(descriptor, NUM_SLOTS * self._slot_bytes)
+            # A hole in its place would end the engine, by SIGBUS, on a disk that is full.
+            os.posix_fallocate(descriptor, 0, NUM_SLOTS * self._slot_bytes)
             self._memory = mmap.mmap(descriptor, NUM_SLOTS * self._slot_bytes)
         finally:
             os.close(descriptor)

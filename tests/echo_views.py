@@ -12,7 +12,15 @@ from typing import Any
 
 from batchrun.estimator.step_time import LinearModel
 from batchrun.scheduling.policies import make_policy
-from batchrun.scheduling.view import EngineView, Group, Plan, PrefixHit, RequestView
+from batchrun.scheduling.view import (
+    BlockKind,
+    BlockLaw,
+    EngineView,
+    Group,
+    Plan,
+    PrefixHit,
+    RequestView,
+)
 from batchrun.types import RequestClass
 
 NOW_S = 1_000.0
@@ -124,7 +132,7 @@ def view(
         "total_blocks": free_blocks + _held_blocks(running) + 1,
         "reserve_blocks": 0,
         "online_blocks": _held_blocks([r for r in running if not r.is_offline]),
-        "block_tokens": BLOCK_TOKENS,
+        "law": BlockLaw(BlockKind(BLOCK_TOKENS)),
         "token_budget": 10_000,
         "max_running": 100,
         "max_loras": 0,

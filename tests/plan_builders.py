@@ -11,7 +11,7 @@ from estimator_builders import A100_LAW, ECHO_BASE_LAW, ECHO_LAW, LINEAR_LAW
 from hypothesis import strategies as st
 
 from batchrun.estimator.step_time import StepTimeModel
-from batchrun.scheduling.view import EngineView, Plan, PrefixHit, RequestView
+from batchrun.scheduling.view import BlockKind, BlockLaw, EngineView, Plan, PrefixHit, RequestView
 from batchrun.types import RequestClass
 
 BLOCK_TOKENS = 16
@@ -134,7 +134,7 @@ class _Drawing:
             free_blocks=free,
             total_blocks=held + free + 1,
             reserve_blocks=self._int(0, (held + free) // 2) if self._bool() else 0,
-            block_tokens=BLOCK_TOKENS,
+            law=BlockLaw(BlockKind(BLOCK_TOKENS)),
             token_budget=self._draw(st.sampled_from([8, 64, 512, 2_048])),
             max_running=max_running,
             max_loras=self._max_loras,

@@ -86,10 +86,10 @@ class Draft:
         decodes, _ = self.view.online_by_kind()
         if not decodes or len(decodes) > self.tokens_left:
             return
-        size = self.view.block_tokens
         self.load = self.view.online_decodes_load().copy()
         self.tokens_left -= len(decodes)
-        self.free_blocks -= sum([request.num_computed_tokens % size == 0 for request in decodes])
+        computed = [request.num_computed_tokens for request in decodes]
+        self.free_blocks -= sum(self.view.law.begun(computed))
 
     def decode_rows(self, requests: Sequence[RequestView], limit_s: float) -> bool:
         """Let offline requests that run generate their next token.
@@ -104,16 +104,15 @@ class Draft:
         load.add_decodes([tokens + 1 for tokens in computed])
         if num > self.tokens_left or self.view.model.predict_s(load) > limit_s:
             return False
-        size = self.view.block_tokens
-        new_blocks = sum([tokens % size == 0 for tokens in computed])
+        law = self.view.law
+        new_blocks = sum(law.begun(computed))
         if new_blocks > max(0, self.free_blocks):
             return False
         self.load = load
         self.tokens_left -= num
         self.free_blocks -= new_blocks
-        ends = [-(-request.end_tokens // size) for request in requests]
-        held = [tokens // size + 1 for tokens in computed]
-        soon = [-(-(tokens + CLOSING_TOKENS) // size) for tokens in computed]
+        ends = law.kept([request.end_tokens for request in requests])
+        held, soon = law.kept(computed, 1), law.kept(computed, CLOSING_TOKENS)
         self.promised_blocks += sum(ends) - sum(held)
         self.closing_blocks += sum(map(min, ends, soon)) - sum(held)
         self.num_offline_decodes += num
@@ -122,15 +121,14 @@ class Draft:
     def with_blocks(self, decodes: Sequence[RequestView]) -> Sequence[RequestView]:
         """Those of running offline requests that find a block where their next token needs a new
         one, in their order: the others sit the step out, and those that end make room for them."""
-        size, left = self.view.block_tokens, max(0, self.free_blocks)
-        grows = [request.num_computed_tokens % size == 0 for request in decodes]
-        if sum(grows) <= left:
+        left = max(0, self.free_blocks)
+        begun = self.view.law.begun([request.num_computed_tokens for request in decodes])
+        if sum(begun) <= left:
             return decodes
         able: list[RequestView] = []
-        for request, needs_block in zip(decodes, grows, strict=True):
-            if needs_block:
-                left -= 1
-            if not needs_block or left >= 0:
+        for request, num_blocks in zip(decodes, begun, strict=True):
+            left -= num_blocks
+            if not num_blocks or left >= 0:
                 able.append(request)
         return able
 
@@ -188,10 +186,10 @@ class Draft:
         While offline rows decode, and so will make room, what they need next is not taken from
         them, nor what rows before it are about to hit from the cache.
         """
-        block_tokens, free_blocks = self.view.block_tokens, self.free_blocks
+        free_blocks = self.free_blocks
         if self.num_offline_decodes:
             free_blocks -= self.closing_blocks + self.wanted_blocks(request)
-        return max(0, free_blocks) * block_tokens + -computed_tokens % block_tokens
+        return self.view.law.room_tokens(computed_tokens, max(0, free_blocks))
 
     def fits_lora(self, request: RequestView) -> bool:
         """Whether admitting the request keeps the distinct adapters within vLLM's limit."""

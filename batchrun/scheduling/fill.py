@@ -169,7 +169,7 @@ def soon_free_blocks(draft: Draft) -> int:
         if not request.is_decode or left > CLOSING_TOKENS:
             staying.add(group)
         num_to_run[group] = num_to_run.get(group, 1 + view.num_followers(request)) - 1
-        held = view.blocks_for(request.num_computed_tokens)
+        (held,) = view.law.kept([request.num_computed_tokens])
         is_alone = group not in blocks
         blocks[group] = view.private_blocks(request) if is_alone else max(held, blocks[group])
     closing = [group for group, num in num_to_run.items() if num <= 0 and group not in staying]
@@ -182,7 +182,7 @@ def fits(
     """Whether an offline request has room beside what is wanted before it, and reserved: the
     threshold of Echo, 4.2."""
     need = need_blocks(draft.view, request, hit)
-    room = draft.free_blocks - draft.promised_blocks + soon_free
+    room = draft.free_blocks - draft.promised_blocks - draft.view.watermark_blocks + soon_free
     if keeps_reserve:
         wanted_by_others = max(0, draft.wanted_blocks(request) - hit.idle_blocks)
         room -= wanted_by_others + draft.view.reserve_blocks

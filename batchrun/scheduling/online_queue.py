@@ -161,12 +161,13 @@ def admit_call(draft: Draft, victims: Victims, request: RequestView, limit_s: fl
     if chunk == 0:
         return False
     need = view.free_blocks_for(request.num_tokens + 1, hit)
-    if need + draft.promised_blocks > draft.free_blocks + draft.offline_blocks:
+    room = need + draft.promised_blocks + view.watermark_blocks
+    if room > draft.free_blocks + draft.offline_blocks:
         return False
     if not has_adapter:
         victims.free_adapter()
-    victims.make_room(need + draft.promised_blocks, slots=1)
-    if draft.free_blocks < need + draft.promised_blocks or draft.slots_left <= 0:
+    victims.make_room(room, slots=1)
+    if draft.free_blocks < room or draft.slots_left <= 0:
         return False
     draft.admit(request, hit, chunk, need)
     return True

@@ -127,13 +127,90 @@ class PrefixHit:
     idle_blocks: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class BlockKind:
+    """`num_groups` KV groups alike, with blocks of `block_tokens` tokens.
+
+    In each a request holds at most `most_blocks` while its prompt is computed, `kept_blocks` while
+    it generates: behind a window, as where one state stands for all tokens, blocks are given back.
+    """
+
+    block_tokens: int
+    num_groups: int = 1
+    most_blocks: int = sys.maxsize
+    kept_blocks: int = sys.maxsize
+
+
+class BlockLaw:
+    """How many blocks of the pool tokens take. All KV groups of a model share it, and each has
+    blocks of its own for the same tokens. `block_tokens` are those of the smallest block.
+
+    With full attention alone, as in most models, nothing is summed: the sums are in every step.
+    """
+
+    def __init__(self, *kinds: BlockKind) -> None:
+        self.block_tokens = min(kind.block_tokens for kind in kinds)
+        self._kinds = kinds
+        self._is_plain = kinds == (BlockKind(self.block_tokens),)
+        growing = [kind.num_groups for kind in kinds if kind.most_blocks > 1]
+        self._num_growing = max(1, sum(growing))
+        self._num_fixed = sum(kind.num_groups for kind in kinds) - sum(growing)
+
+    def blocks(self, num_tokens: int) -> int:
+        """Blocks set aside for `num_tokens` tokens: the most that are held at once."""
+        if self._is_plain:
+            return -(-num_tokens // self.block_tokens)
+        return self.new_blocks(num_tokens, 0)
+
+    def new_blocks(self, num_tokens: int, hit_tokens: int) -> int:
+        """The same where the blocks of the first `hit_tokens` are there."""
+        if self._is_plain:
+            return -(-num_tokens // self.block_tokens) - hit_tokens // self.block_tokens
+        return sum([
+            kind.num_groups * min(-(-num_tokens // size) - hit_tokens // size, kind.most_blocks)
+            for kind in self._kinds
+            for size in (kind.block_tokens,)
+        ])  # fmt: skip
+
+    def kept(self, tokens: Sequence[int], more: int = 0) -> list[int]:
+        """Blocks that each request keeps of so many tokens, and of `more`, while it generates."""
+        if self._is_plain:
+            size, more = self.block_tokens, more + self.block_tokens - 1
+            return [(num + more) // size for num in tokens]
+        return [
+            sum([
+                kind.num_groups * min(-(-(num + more) // kind.block_tokens), kind.kept_blocks)
+                for kind in self._kinds
+            ])
+            for num in tokens
+        ]
+
+    def begun(self, tokens: Sequence[int]) -> list[int]:
+        """Blocks that each request of so many tokens begins with its next one."""
+        if self._is_plain:
+            size = self.block_tokens
+            return [num % size == 0 for num in tokens]
+        return [
+            sum([kind.num_groups for kind in self._kinds if num % kind.block_tokens == 0])
+            for num in tokens
+        ]
+
+    def room_tokens(self, num_tokens: int, free_blocks: int) -> int:
+        """Tokens that surely fit behind `num_tokens` with so many blocks more."""
+        size = self.block_tokens
+        if not num_tokens:
+            free_blocks = max(0, free_blocks - self._num_fixed)
+        return free_blocks // self._num_growing * size + -num_tokens % size
+
+
 @dataclass(slots=True)
 class EngineView:
     """An engine before a step.
 
     `rest_s` is the predicted time until the steps in flight are done; `free_blocks` counts every
     block that an allocation could take, cached or not; `reserve_blocks` are kept for online bursts,
-    beside the `online_blocks` that online requests hold. `look_up(request)` finds a waiting
+    beside the `online_blocks` that online requests hold; `law` says how many tokens take, and
+    vLLM wants `watermark_blocks` free behind each admission. `look_up(request)` finds a waiting
     request's prefix in the KV cache (costly: once per decision); `wanted_blocks(request)` counts
     the free blocks whose KV rows planned no later than it will hit, `num_followers(request)` the
     rows of its group that have not ended, besides itself, `private_blocks(request)` the blocks that
@@ -158,7 +235,7 @@ class EngineView:
     total_blocks: int
     reserve_blocks: int
     online_blocks: int
-    block_tokens: int
+    law: BlockLaw
     token_budget: int
     max_running: int
     max_loras: int
@@ -168,6 +245,7 @@ class EngineView:
     private_blocks: Callable[[RequestView], int]
     is_ready: Callable[[RequestView], bool]
     is_offline_on: bool = True
+    watermark_blocks: int = 0
     error_share: float = 0.0
     online_slo_ttft_s: float = 1.0
     online_slo_tpot_s: float = 0.05
@@ -205,14 +283,19 @@ class EngineView:
             self._backlog_s = tokens / budget * full_step_s
         return self._backlog_s
 
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a block, of the smallest where there are several kinds."""
+        return self.law.block_tokens
+
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens."""
-        return -(-num_tokens // self.block_tokens)
+        return self.law.blocks(num_tokens)
 
     def free_blocks_for(self, num_tokens: int, hit: PrefixHit) -> int:
         """Free blocks that a request with this hit takes to hold `num_tokens` tokens: not those
         that others hold, but the idle ones that it hits."""
-        return self.blocks_for(num_tokens) - hit.num_tokens // self.block_tokens + hit.idle_blocks
+        return self.law.new_blocks(num_tokens, hit.num_tokens) + hit.idle_blocks
 
 
 @dataclass(frozen=True, slots=True)

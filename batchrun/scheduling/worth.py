@@ -154,7 +154,7 @@ def _alone(view: EngineView, request: RequestView) -> _Choice:
 
 def _together(view: EngineView, rows: Sequence[_Choice]) -> _Choice:
     requests = [row.requests[0] for row in rows]
-    held = [view.blocks_for(request.num_computed_tokens) for request in requests]
+    held = view.law.kept([request.num_computed_tokens for request in requests])
     shared = max(0, min(blocks - row.freed_blocks for blocks, row in zip(held, rows, strict=True)))
     return _Choice(
         requests,

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from batchrun.estimator.step_time import StepTimeModel
+from batchrun.hints import MAX_BOUND_S
 from batchrun.scheduling.online_cost import AloneStep, alone_step
 from batchrun.scheduling.view import RequestView
 from batchrun.types import RequestClass
@@ -199,11 +200,14 @@ class CallCosts:
 
 def learnt_slo(seen: CostTelemetry) -> OnlineSlo:
     """What `slo: auto` promises: `online_cost` times what 99 of 100 calls would have had alone; the
-    default until that is known of `LEAST_CALLS`."""
+    default until that is known of `LEAST_CALLS`, and where it is no time at all."""
     ttft_s, tpot_s, cost = seen.alone_ttft_p99_s, seen.alone_tpot_p99_s, seen.online_cost
     if seen.num_calls < LEAST_CALLS or not (ttft_s and tpot_s and cost):
         return OnlineSlo()
-    return OnlineSlo(ttft_s=cost * ttft_s, tpot_s=cost * tpot_s)
+    bounds_s = min(cost * ttft_s, MAX_BOUND_S), min(cost * tpot_s, MAX_BOUND_S)
+    if not all(bound_s > 0 for bound_s in bounds_s):
+        return OnlineSlo()
+    return OnlineSlo(ttft_s=bounds_s[0], tpot_s=bounds_s[1])
 
 
 Percentiles = tuple[float | None, float | None]

@@ -14,6 +14,7 @@ import dataclasses
 import inspect
 import time
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from copy import copy
 from typing import Any, TypeVar
@@ -32,7 +33,10 @@ from vllm.v1.core.kv_cache_utils import (
 )
 from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+from vllm.v1.core.single_type_kv_cache_manager import (
+    FullAttentionManager,
+    SingleTypeKVCacheManager,
+)
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request, RequestStatus
 
@@ -40,7 +44,7 @@ from batchrun.cache.free_queue import TieredFreeQueue
 from batchrun.errors import BatchrunError, EngineError
 from batchrun.hints import HINT_KEY, RowHint, write_hint
 from batchrun.scheduling.policies import Policy
-from batchrun.scheduling.view import EngineView, Plan, RequestView
+from batchrun.scheduling.view import BlockKind, BlockLaw, EngineView, Plan, RequestView
 
 TESTED_VERSIONS = ("0.32", "0.33")
 
@@ -67,6 +71,7 @@ REQUEST_FIELDS = (
     "drop_stale_output",
     "lora_request",
     "max_tokens",
+    "mm_features",
     "num_computed_tokens",
     "num_output_placeholders",
     "num_output_tokens",
@@ -137,9 +142,8 @@ def cached_prefix(manager: KVCacheManager, request: Request) -> tuple[int, int]:
     """
     if not has_plain_blocks(manager):
         blocks, num_tokens, *_ = manager.get_computed_blocks(request)
-        groups = blocks.blocks
-        held = [bisect_left(each, True, key=lambda block: block.ref_cnt == 0) for each in groups]
-        return int(num_tokens), sum(map(len, groups)) - sum(held)
+        found = [block for group in blocks.blocks for block in group]
+        return int(num_tokens), sum([not b.ref_cnt and not b.is_null for b in found])
     if not manager.prefix_cache_lookup_enabled(request):
         return 0, 0
     pool, hashes = manager.block_pool, request.block_hashes
@@ -157,6 +161,34 @@ def cached_prefix(manager: KVCacheManager, request: Request) -> tuple[int, int]:
     num_blocks = bisect_left(range(most), True, key=lambda number: find(number) is None)
     num_held = bisect_left(range(num_blocks), True, key=is_idle)
     return num_blocks * block_tokens, num_blocks - num_held
+
+
+def block_law(manager: KVCacheManager, block_tokens: int) -> BlockLaw:
+    """How many blocks of the manager's pool tokens take, in all KV groups that share it; of
+    `block_tokens` where there is none."""
+    groups = manager.coordinator.single_type_managers
+    kinds = Counter(_kind(group) for group in groups if group.block_pool is manager.block_pool)
+    alike = [dataclasses.replace(kind, num_groups=num) for kind, num in kinds.items()]
+    return BlockLaw(*(alike or [BlockKind(block_tokens)]))
+
+
+def _kind(group: SingleTypeKVCacheManager) -> BlockKind:
+    """One KV group: full attention, a window (or chunks) of it, or a state of fixed size."""
+    spec: Any = group.kv_cache_spec
+    size = group.block_size
+    most = getattr(group, "max_admission_blocks_per_request", None)
+    if most is not None:
+        window = getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", 0)
+        kept = min(most, -(-window // size) + 1) if window else most
+        return BlockKind(size, most_blocks=most, kept_blocks=kept)
+    mode = getattr(spec, "mamba_cache_mode", None)
+    if mode == "align":
+        # The states of this step and of the one before it, and what the prompt leaves to others.
+        num = 2 + spec.num_speculative_blocks + getattr(spec, "num_prefill_checkpoint_blocks", 0)
+        return BlockKind(size, most_blocks=num, kept_blocks=num)
+    if mode == "none" or type(group).__name__ == "CircularBufferManager":
+        return BlockKind(size, most_blocks=1, kept_blocks=1)
+    return BlockKind(size)
 
 
 def has_plain_blocks(manager: KVCacheManager) -> bool:

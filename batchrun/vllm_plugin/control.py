@@ -348,6 +348,7 @@ class DaemonLink:
     def telemetry(self, now_s: float) -> Telemetry:
         """How things stand. O(requests)."""
         state, in_force = self._state, self.control.in_force
+        state.follow_wall()
         known = Telemetry(
             start_id=self.meter.start_id,
             sent_at=now_s + state.wall_offset_s,

@@ -36,8 +36,23 @@ def plan_step(policy: Policy, view: EngineView, state: EngineState) -> Plan:
         state.num_policy_errors += 1
         if state.num_policy_errors == 1:
             log.exception("batchrun: the policy failed; online work only for this step")
-        caps = {request.request_id: 0 for request in view.offline_running}
-        return Plan(admit=tuple(view.online_waiting), caps=caps)
+        running = [*view.online_running, *view.offline_running]
+        admit = with_adapters(view.online_waiting, running, view.max_loras)
+        return Plan(tuple(admit), {request.request_id: 0 for request in view.offline_running})
+
+
+def with_adapters(
+    waiting: Iterable[RequestView], running: Iterable[RequestView], max_loras: int
+) -> list[RequestView]:
+    """Those that wait whose adapters fit beside those of all that run. vLLM counts the adapters of
+    a step alone, and dies in a later one that has more."""
+    loras = {request.lora_id for request in running}
+    fitting = []
+    for request in waiting:
+        if request.lora_id in loras or len(loras - {0}) < max_loras or not request.lora_id:
+            loras.add(request.lora_id)
+            fitting.append(request)
+    return fitting
 
 
 def running_order(plan: Plan, seen: EngineView) -> list[Request]:
@@ -104,7 +119,7 @@ class ViewBuilder:
             total_blocks=state.total_blocks,
             reserve_blocks=state.estimates.reserve_blocks(used),
             online_blocks=used,
-            block_tokens=state.block_tokens,
+            law=state.law,
             token_budget=token_budget,
             max_running=max_running,
             max_loras=state.max_loras,
@@ -114,6 +129,7 @@ class ViewBuilder:
             private_blocks=self._private_blocks,
             is_ready=self._is_ready,
             is_offline_on=state.is_offline_on,
+            watermark_blocks=state.watermark_blocks if online or offline else 0,
             online_slo_ttft_s=state.slo.ttft_s,
             online_slo_tpot_s=state.slo.tpot_s,
             online_cost=planned_cost(state.settings.cost_in_force),

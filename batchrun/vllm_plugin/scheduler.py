@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from operator import attrgetter
 from typing import Any
@@ -24,7 +25,7 @@ from batchrun.types import RequestClass
 from batchrun.vllm_plugin.compat import check_plans_are_obeyed, preempt
 from batchrun.vllm_plugin.control import DaemonLink, InForce
 from batchrun.vllm_plugin.estimates import StepRecorder, scheduled_load
-from batchrun.vllm_plugin.planner import ViewBuilder, plan_step, running_order
+from batchrun.vllm_plugin.planner import ViewBuilder, plan_step, running_order, with_adapters
 from batchrun.vllm_plugin.settings import check_combinations, read_settings
 from batchrun.vllm_plugin.state import EngineState, begin_turn
 from batchrun.wire import CHANNEL_VARIABLE
@@ -67,6 +68,7 @@ class ColocatedScheduler(AsyncScheduler):
         self.daemon_link = DaemonLink(self.state, started, self.max_num_running_reqs, refusal)
         self._planned_as = settings.policy, settings.online_queue
         self._is_mamba = self.need_mamba_block_aligned_split
+        self._keeps_items_whole = self.scheduler_config.disable_chunked_mm_input
         self._recorder: StepRecorder | None = None
         if settings.record_steps is not None:
             self._recorder = StepRecorder(settings.record_steps, self.state.facts)
@@ -77,7 +79,7 @@ class ColocatedScheduler(AsyncScheduler):
 
     def use_clock(self, clock: Callable[[], float]) -> None:
         """Take the time from `clock`; arrivals are on its scale too. Before any request."""
-        self.state.clock = clock
+        self.state.clock, self.state.wall = clock, None
         self.state.wall_offset_s = 0.0
 
     def rehearse(self, policy: Policy, nonce: str) -> None:
@@ -119,7 +121,9 @@ class ColocatedScheduler(AsyncScheduler):
     def add_request(self, request: Request) -> None:
         """Take a request in, as online work unless a hint says otherwise."""
         if request.request_id not in self.requests:
-            self.daemon_link.arrived(*self.state.enter(request))
+            view, hint = self.state.enter(request)
+            with self.state.surviving():
+                self.daemon_link.arrived(view, hint)
         super().add_request(request)
         self._defer(request)
 
@@ -130,7 +134,7 @@ class ColocatedScheduler(AsyncScheduler):
         if waits:
             state.queue.remove_request(session)
         super()._update_request_as_session(session, update)
-        begin_turn(state.views[session.request_id], session, state.wall_offset_s)
+        begin_turn(state.views[session.request_id], session, state.arrived_at_s(session))
         if waits:
             state.queue.add_request(session)
 
@@ -138,7 +142,8 @@ class ColocatedScheduler(AsyncScheduler):
         """The one place where a request ends."""
         view = self.state.leave(request)
         if view is not None:
-            self.daemon_link.left(view)
+            with self.state.surviving():
+                self.daemon_link.left(view)
         self.view_builder.forget(request.request_id)
         with self.state.freeing(view):
             return super()._free_request(request, *args, **kwargs)
@@ -177,6 +182,9 @@ class ColocatedScheduler(AsyncScheduler):
         """The first per-request point in vLLM's loops: where a plan's caps go in."""
         cap = self.plan.caps.get(request.request_id)
         capped = num_new_tokens if cap is None else min(cap, num_new_tokens)
+        if self._keeps_items_whole and capped and request.mm_features:
+            start = request.num_computed_tokens + sum(args) + sum(kwargs.values())
+            capped = self._whole_item(request, start, capped, num_new_tokens)
         if not self._is_mamba or not capped:
             return capped
         align = super()._mamba_block_aligned_split
@@ -187,6 +195,25 @@ class ColocatedScheduler(AsyncScheduler):
         block = min(self.cache_config.block_size, num_new_tokens)
         return align(request, block, *args, **kwargs)
 
+    def _whole_item(self, request: Request, start: int, capped: int, most: int) -> int:
+        """The chunk of `capped` tokens or, where it would end in the image or video that it begins
+        in, up to the end of that: its tokens see each other. vLLM itself stops before one that
+        begins later. 0 where `most`, what is left of the step, is too little; where that is so in
+        every step, vLLM's own chunk."""
+        features = request.mm_features or ()
+        number = bisect_right(features, start, key=lambda each: each.mm_position.offset) - 1
+        if number < 0:
+            return capped
+        place = features[number].mm_position
+        rest = place.offset + place.length - start
+        if rest <= capped:
+            return capped
+        if rest <= most:
+            return rest
+        threshold = self.scheduler_config.long_prefill_token_threshold
+        most_ever = min(self.max_num_scheduled_tokens, threshold or self.max_num_scheduled_tokens)
+        return 0 if rest <= most_ever else most
+
     # The signature is vLLM's.
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:  # noqa: FBT001, FBT002
         """Plan the step, apply the plan, let vLLM schedule it."""
@@ -194,7 +221,8 @@ class ColocatedScheduler(AsyncScheduler):
         self._begin_step()
         output = super().schedule(throttle_prefills)
         self.state.queue.expose(())
-        self._note(output)
+        with self.state.surviving():
+            self._note(output)
         return output
 
     def obey(self) -> None:
@@ -210,8 +238,9 @@ class ColocatedScheduler(AsyncScheduler):
                     self.hand_back()
                 else:
                     self.take_over(policy)
-            self.state.count_jobs(orders)
-            self.state.hear_callers(orders.felt)
+            with self.state.surviving():
+                self.state.count_jobs(orders)
+                self.state.hear_callers(orders.felt)
 
     def _begin_step(self) -> None:
         """Plan the step that vLLM schedules next. Where there is nothing to plan, as without
@@ -229,16 +258,28 @@ class ColocatedScheduler(AsyncScheduler):
             )
             self._set_order(is_planned=is_planned)
             if is_planned:
-                places = self.max_num_active_reqs - self.num_waiting_for_streaming_input
-                seen = self.view_builder.view(
-                    self.running, self.current_step, self.max_num_scheduled_tokens, places
-                )
-                self._apply(plan_step(policy, seen, state), seen)
+                self._plan_step(policy)
             else:
-                self.view_builder.sample(self.running, state.clock())
+                with state.surviving():
+                    self.view_builder.sample(self.running, state.clock())
                 state.queue.expose([view.handle for view in state.queue.online])
         self.daemon_link.meter.num_left_out = self.plan.num_left_out
         self.need_mamba_block_aligned_split = self._is_mamba or bool(self.plan.caps)
+
+    def _plan_step(self, policy: Policy) -> None:
+        """Plan by what is seen; where nothing can be seen, whatever runs goes on as vLLM has it."""
+        state, seen = self.state, None
+        places = self.max_num_active_reqs - self.num_waiting_for_streaming_input
+        with state.surviving():
+            seen = self.view_builder.view(
+                self.running, self.current_step, self.max_num_scheduled_tokens, places
+            )
+        if seen is None:
+            running = [state.views[request.request_id] for request in self.running]
+            calls = with_adapters(state.queue.online, running, state.max_loras)
+            state.queue.expose([view.handle for view in calls])
+        else:
+            self._apply(plan_step(policy, seen, state), seen)
 
     def _set_order(self, *, is_planned: bool) -> None:
         """Which of its own rules vLLM follows in this step.
@@ -257,7 +298,8 @@ class ColocatedScheduler(AsyncScheduler):
         self.plan = plan
         self.running = running_order(plan, seen)
         self.state.queue.expose([view.handle for view in plan.admit])
-        self.view_builder.note_admissions(plan.admit)
+        with self.state.surviving():
+            self.view_builder.note_admissions(plan.admit)
 
     def _note(self, output: SchedulerOutput) -> None:
         """A step was handed to the engine."""
@@ -272,6 +314,17 @@ class ColocatedScheduler(AsyncScheduler):
     ) -> dict[int, EngineCoreOutputs]:
         """Note when the step ended and who got a first token."""
         state, now_s = self.state, self.state.clock()
+        with state.surviving():
+            self._note_end(now_s)
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        if not self.requests:
+            state.steps.fell_idle()
+        with state.surviving():
+            self._note_tokens(outputs, now_s)
+        return outputs
+
+    def _note_end(self, now_s: float) -> None:
+        state = self.state
         ended = state.steps.ended(now_s)
         self.daemon_link.meter.ended(now_s)
         if ended is not None:
@@ -281,11 +334,6 @@ class ColocatedScheduler(AsyncScheduler):
                 state.estimates.observe(load, seconds)
             else:
                 self._recorder.add(load, seconds, state.steps.gap)
-        outputs = super().update_from_output(scheduler_output, model_runner_output)
-        if not self.requests:
-            state.steps.fell_idle()
-        self._note_tokens(outputs, now_s)
-        return outputs
 
     def _note_tokens(self, outputs: Mapping[int, EngineCoreOutputs], now_s: float) -> None:
         views, meter = self.state.views, self.daemon_link.meter

@@ -6,6 +6,7 @@ scheduler, which alone keeps the state true to vLLM and works by it.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import time
@@ -39,12 +40,19 @@ from batchrun.hints import (
 from batchrun.scheduling.online_queue import ONLINE_MEMORY_S
 from batchrun.scheduling.view import BY_ARRIVAL, UNKNOWN_TOKENS, RequestView
 from batchrun.types import USUAL_OUTPUT_TOKENS, RequestClass
+from batchrun.vllm_plugin.compat import block_law
 from batchrun.vllm_plugin.estimates import Estimates, StepClock, engine_facts, read_models
 from batchrun.vllm_plugin.kv_cache import KvTiers
 from batchrun.vllm_plugin.settings import OnlineSlo, PluginSettings
 from batchrun.wire import FeltCalls, Orders
 
+log = logging.getLogger(__name__)
+
 _BY_RANK = attrgetter("epoch", "rank", "arrival_at_s", "request_id")
+
+WALL_DRIFT_S = 0.01
+"""By so much the wall clock may leave ours before arrivals are placed anew: two readings are never
+of one instant, and calls that came together are to stay in order."""
 
 
 class PlanQueue(RequestQueue):
@@ -140,8 +148,9 @@ class EngineState:
     requests will need, `calls` how many of them come and how long their answers become, `slo` what
     those without a class are promised now, `margin` what of it steps beside rows leave to callers,
     `untold_answers` how long answers are of offline work of which no hint tells. `clock` returns
-    monotonic seconds; less `wall_offset_s`, vLLM's wall-clock arrivals are on its scale. A hint
-    counts if it carries the `nonce`; without a nonce none does.
+    monotonic seconds; less `wall_offset_s`, the times of the `wall` clock, as vLLM's arrivals, are
+    on its scale (None: they are at once). A hint counts if it carries the `nonce`; without a nonce
+    none does.
     """
 
     def __init__(
@@ -157,8 +166,11 @@ class EngineState:
         self.manager = manager
         self.block_tokens = block_tokens
         self.total_blocks = manager.block_pool.num_gpu_blocks
+        self.law = block_law(manager, block_tokens)
+        self.watermark_blocks = int(getattr(manager, "watermark_blocks", 0))
         self.max_loras = config.lora_config.max_loras if config.lora_config else 0
         self.clock: Callable[[], float] = time.monotonic
+        self.wall: Callable[[], float] | None = time.time
         self.wall_offset_s = time.time() - time.monotonic()
         self.nonce = os.environ.get(HINT_NONCE_VARIABLE, "")
         self.views: dict[str, RequestView] = {}
@@ -169,6 +181,7 @@ class EngineState:
         self.believe(read_models(settings.profile, self.facts.engine))
         self.is_offline_on = True
         self.num_offline = 0
+        self._places: list[tuple[int, int]] = []
         self._call_seen_at_s = self._class_seen_at_s = -math.inf
         self._classed: set[str] = set()
         self.untold_answers = AnswerLengths([USUAL_OUTPUT_TOKENS])
@@ -197,10 +210,10 @@ class EngineState:
     def enter(self, request: Request) -> tuple[RequestView, Hint | None]:
         """Keep a view of a request that has come in: online work unless its hint says otherwise."""
         hint = self.read_hint(request)
-        arrival_at_s = request.arrival_time - self.wall_offset_s
+        arrival_at_s = self.arrived_at_s(request)
         view = make_view(request, hint, self.slo, arrival_at_s)
         if isinstance(hint, FlexHint):
-            stand_behind(view, self.views.values())
+            stand_behind(view, self._places)
         if view.is_offline and view.expected_output_tokens == UNKNOWN_TOKENS:
             view.expected_output_tokens = self.untold_answers.room_tokens
             self.untold_answers.sent(request.request_id)
@@ -211,9 +224,26 @@ class EngineState:
             self._class_seen_at_s = arrival_at_s
             self._classed.add(request.request_id)
         self.views[request.request_id] = view
-        self.num_offline += view.is_offline
+        if view.is_offline:
+            self.num_offline += 1
+            insort(self._places, (view.epoch, view.rank))
         self._announce(request, hint)
         return view, hint
+
+    def arrived_at_s(self, request: Request) -> float:
+        """When the request came; never later than now, whatever its wall clock showed."""
+        if self.wall is None:
+            return request.arrival_time
+        now_s = self.follow_wall()
+        return min(now_s, request.arrival_time - self.wall_offset_s)
+
+    def follow_wall(self) -> float:
+        """Now. The offset of the wall clock is right then, though that was set since it was looked
+        at, or the machine slept, while our clock stood."""
+        now_s = self.clock()
+        if self.wall is not None and abs(self.wall() - now_s - self.wall_offset_s) > WALL_DRIFT_S:
+            self.wall_offset_s = self.wall() - now_s
+        return now_s
 
     def has_classes(self, now_s: float) -> bool:
         """Whether a call with bounds of its own is there, or came in the last minute."""
@@ -229,11 +259,24 @@ class EngineState:
         view = self.views.pop(request.request_id, None)
         self._classed.discard(request.request_id)
         if view is not None:
-            self.num_offline -= view.is_offline
+            if view.is_offline:
+                self.num_offline -= 1
+                del self._places[bisect_left(self._places, (view.epoch, view.rank))]
             self._learn_length(request, view)
         if self.kv is not None:
             self.kv.finished(request)
         return view
+
+    @contextmanager
+    def surviving(self) -> Iterator[None]:
+        """For what only watches the engine, or could be done without in this step: an error within
+        is counted, and the first is logged, where it would end the engine and all requests."""
+        try:
+            yield
+        except Exception:
+            self.num_policy_errors += 1
+            if self.num_policy_errors == 1:
+                log.exception("batchrun: this failed; the step goes on without it")
 
     @contextmanager
     def freeing(self, view: RequestView | None) -> Iterator[None]:
@@ -331,17 +374,17 @@ def make_view(
     return view
 
 
-def stand_behind(view: RequestView, others: Iterable[RequestView]) -> None:
-    """Give an offline call its place: behind all offline requests that are here, and before those
-    that come later. So neither a long job nor a stream of calls keeps the other waiting for ever.
+def stand_behind(view: RequestView, places: Sequence[tuple[int, int]]) -> None:
+    """Give an offline call its place: behind all offline requests that are here, whose `places` are
+    in order, and before those that come later. So neither a long job nor a stream of calls keeps
+    the other waiting for ever.
     """
-    places = ((other.epoch, other.rank) for other in others if other.is_offline)
-    view.epoch, view.rank = max(places, default=(0, 0))
+    view.epoch, view.rank = places[-1] if places else (0, 0)
 
 
-def begin_turn(view: RequestView, request: Request, wall_offset_s: float) -> None:
+def begin_turn(view: RequestView, request: Request, arrival_at_s: float) -> None:
     """The next turn of a streaming session begins; what came before it is its prompt now."""
-    view.arrival_at_s = request.arrival_time - wall_offset_s
+    view.arrival_at_s = arrival_at_s
     view.first_token_at_s = None
     view.num_prompt_tokens = request.num_prompt_tokens
     view.num_tokens = request.num_tokens

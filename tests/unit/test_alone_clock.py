@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from batchrun.errors import ConfigError
-from batchrun.hints import AUTO_ONLINE_COST, HINT_KEY
+from batchrun.hints import AUTO_ONLINE_COST, HINT_KEY, MAX_BOUND_S
 from batchrun.scheduling.online_cost import AloneStep
 from batchrun.vllm_plugin.alone import LEAST_CALLS, AloneClock, learnt_slo
 from batchrun.vllm_plugin.settings import OnlineSlo, PluginSettings, read_settings
@@ -74,6 +74,13 @@ def test_bounds_are_learnt_from_what_calls_would_have_had_alone() -> None:
     assert (learnt.ttft_s, learnt.tpot_s) == pytest.approx((0.3, 0.03))
     few = CostTelemetry(1.5, LEAST_CALLS - 1, alone_ttft_p99_s=0.2, alone_tpot_p99_s=0.02)
     assert learnt_slo(few) == learnt_slo(CostTelemetry()) == OnlineSlo()
+
+
+@pytest.mark.parametrize("ttft_s", [-5.0, 1e-300 * 1e-300, float("nan"), float("inf"), 1e12])
+def test_whatever_was_measured_some_bounds_are_learnt(ttft_s: float) -> None:
+    seen = CostTelemetry(1.5, LEAST_CALLS, alone_ttft_p99_s=ttft_s, alone_tpot_p99_s=0.02)
+
+    assert 0 < learnt_slo(seen).ttft_s <= MAX_BOUND_S
 
 
 def settings(**given: object) -> PluginSettings:

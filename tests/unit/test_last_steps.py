@@ -63,6 +63,13 @@ def test_no_file_a_short_one_or_noise_tells_nothing(tmp_path: Path) -> None:
         assert read_last_steps(path) == frozenset()
 
 
+def test_all_of_the_file_is_on_the_disk_before_the_first_step(tmp_path: Path) -> None:
+    LastSteps(tmp_path / "e.steps", 64)
+    file = (tmp_path / "e.steps").stat()
+    assert file.st_size > 64
+    assert 512 * file.st_blocks >= file.st_size
+
+
 def test_an_engine_that_starts_anew_leaves_the_old_one_alone(tmp_path: Path) -> None:
     old = LastSteps(tmp_path / "e.steps", 4)
     note(old, 1)
