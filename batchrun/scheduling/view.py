@@ -191,7 +191,11 @@ class BlockLaw:
             size = self.block_tokens
             return [num % size == 0 for num in tokens]
         return [
-            sum([kind.num_groups for kind in self._kinds if num % kind.block_tokens == 0])
+            sum([
+                kind.num_groups
+                for kind in self._kinds
+                if num % kind.block_tokens == 0 and (kind.most_blocks > 1 or not num)
+            ])
             for num in tokens
         ]
 

@@ -78,7 +78,7 @@ class ViewBuilder:
         self._step = 0
         self.hits: dict[str, tuple[PrefixHit, int]] = {}
         self._private: dict[str, tuple[int, int]] = {}
-        self._online_blocks = OnlineBlocks(state.manager, state.block_tokens)
+        self._online_blocks = OnlineBlocks(state.manager, state.law.block_tokens)
 
     def forget(self, request_id: str) -> None:
         """A request has ended, or was preempted."""

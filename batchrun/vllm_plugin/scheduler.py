@@ -122,7 +122,7 @@ class ColocatedScheduler(AsyncScheduler):
         """Take a request in, as online work unless a hint says otherwise."""
         if request.request_id not in self.requests:
             view, hint = self.state.enter(request)
-            with self.state.surviving():
+            with self.state.surviving:
                 self.daemon_link.arrived(view, hint)
         super().add_request(request)
         self._defer(request)
@@ -142,7 +142,7 @@ class ColocatedScheduler(AsyncScheduler):
         """The one place where a request ends."""
         view = self.state.leave(request)
         if view is not None:
-            with self.state.surviving():
+            with self.state.surviving:
                 self.daemon_link.left(view)
         self.view_builder.forget(request.request_id)
         with self.state.freeing(view):
@@ -221,7 +221,7 @@ class ColocatedScheduler(AsyncScheduler):
         self._begin_step()
         output = super().schedule(throttle_prefills)
         self.state.queue.expose(())
-        with self.state.surviving():
+        with self.state.surviving:
             self._note(output)
         return output
 
@@ -238,7 +238,7 @@ class ColocatedScheduler(AsyncScheduler):
                     self.hand_back()
                 else:
                     self.take_over(policy)
-            with self.state.surviving():
+            with self.state.surviving:
                 self.state.count_jobs(orders)
                 self.state.hear_callers(orders.felt)
 
@@ -260,7 +260,7 @@ class ColocatedScheduler(AsyncScheduler):
             if is_planned:
                 self._plan_step(policy)
             else:
-                with state.surviving():
+                with state.surviving:
                     self.view_builder.sample(self.running, state.clock())
                 state.queue.expose([view.handle for view in state.queue.online])
         self.daemon_link.meter.num_left_out = self.plan.num_left_out
@@ -268,9 +268,10 @@ class ColocatedScheduler(AsyncScheduler):
 
     def _plan_step(self, policy: Policy) -> None:
         """Plan by what is seen; where nothing can be seen, whatever runs goes on as vLLM has it."""
-        state, seen = self.state, None
+        state = self.state
+        seen: EngineView | None = None
         places = self.max_num_active_reqs - self.num_waiting_for_streaming_input
-        with state.surviving():
+        with state.surviving:
             seen = self.view_builder.view(
                 self.running, self.current_step, self.max_num_scheduled_tokens, places
             )
@@ -298,7 +299,7 @@ class ColocatedScheduler(AsyncScheduler):
         self.plan = plan
         self.running = running_order(plan, seen)
         self.state.queue.expose([view.handle for view in plan.admit])
-        with self.state.surviving():
+        with self.state.surviving:
             self.view_builder.note_admissions(plan.admit)
 
     def _note(self, output: SchedulerOutput) -> None:
@@ -314,12 +315,12 @@ class ColocatedScheduler(AsyncScheduler):
     ) -> dict[int, EngineCoreOutputs]:
         """Note when the step ended and who got a first token."""
         state, now_s = self.state, self.state.clock()
-        with state.surviving():
+        with state.surviving:
             self._note_end(now_s)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         if not self.requests:
             state.steps.fell_idle()
-        with state.surviving():
+        with state.surviving:
             self._note_tokens(outputs, now_s)
         return outputs
 

@@ -189,6 +189,7 @@ class EngineState:
         self.margin = CallerMargin()
         self.num_malformed_hints = 0
         self.num_policy_errors = 0
+        self.surviving = Surviving(self)
         num_groups = len(manager.kv_cache_config.kv_cache_groups)
         self._can_tier = bool(config.cache_config.enable_prefix_caching) and num_groups == 1
 
@@ -268,17 +269,6 @@ class EngineState:
         return view
 
     @contextmanager
-    def surviving(self) -> Iterator[None]:
-        """For what only watches the engine, or could be done without in this step: an error within
-        is counted, and the first is logged, where it would end the engine and all requests."""
-        try:
-            yield
-        except Exception:
-            self.num_policy_errors += 1
-            if self.num_policy_errors == 1:
-                log.exception("batchrun: this failed; the step goes on without it")
-
-    @contextmanager
     def freeing(self, view: RequestView | None) -> Iterator[None]:
         """Blocks freed within are this request's; a request without a view is an online one."""
         tiers = None if self.kv is None else self.kv.tiers
@@ -339,6 +329,25 @@ class EngineState:
     def _announce(self, request: Request, hint: Hint | None) -> None:
         if isinstance(hint, RowHint) and self.kv is not None:
             self.kv.announce(request, hint, self.clock())
+
+
+class Surviving:
+    """For what only watches an engine, or could be done without in this step: an error within is
+    counted, and the first is logged, where it would end the engine and all requests."""
+
+    def __init__(self, state: EngineState) -> None:
+        self._state = state
+
+    def __enter__(self) -> None:
+        """Nothing is opened: it may be used again and again."""
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        self._state.num_policy_errors += 1
+        if self._state.num_policy_errors == 1:
+            log.error("batchrun: this failed; the step goes on without it", exc_info=error)
+        return True
 
 
 def make_view(

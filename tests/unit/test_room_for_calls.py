@@ -23,9 +23,7 @@ def full_of_rows(num_rows: int, **more: object) -> ColocatedScheduler:
     """A scheduler whose rows have taken all the KV that they may."""
     scheduler = rig.ours(rig.build(**more))  # type: ignore[arg-type]
     for row in range(num_rows):
-        request = rig.make_request(f"row-{row}", 200, row=row, max_tokens=100)
-        request.prompt_token_ids[0] = row + 5
-        scheduler.add_request(request)
+        scheduler.add_request(rig.make_request(f"{row}-row", 200, row=row, max_tokens=100))
     for _ in range(20):
         rig.step(scheduler)
     return scheduler

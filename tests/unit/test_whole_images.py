@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import scheduler_rig as rig
 from vllm.config import VllmConfig
@@ -25,7 +27,7 @@ class Sparing:
         return Plan(admit=tuple(waiting), caps=caps)
 
 
-def with_images(num_rows: int, **shape: int) -> ColocatedScheduler:
+def with_images(num_rows: int, **shape: Any) -> ColocatedScheduler:
     """A scheduler that keeps images whole and plans sparingly, with rows of three images."""
 
     def whole(config: VllmConfig) -> None:
