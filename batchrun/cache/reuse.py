@@ -100,9 +100,9 @@ class ReuseIndex:
     ) -> list[RadixNode]:
         """A request of this row has come in; `chain`: the hashes of its prompt's full blocks.
 
-        Renews its job's lease. A hint of an older epoch is not counted.
+        Renews its job's lease. A hint of an older epoch is not counted while a newer one lives.
         """
-        self._renew_epoch(hint.epoch)
+        self._renew_epoch(hint.epoch, now_s)
         if hint.epoch == self._epoch:
             job = self._jobs.setdefault(hint.job, HintedJob(hint.job))
             self._renew_job(job, now_s)
@@ -139,7 +139,7 @@ class ReuseIndex:
         self, epoch: int, now_s: float, jobs: Collection[str] | None = None
     ) -> list[RadixNode]:
         """The daemon is alive: extend the leases of these jobs (None: of all) of its epoch."""
-        self._renew_epoch(epoch)
+        self._renew_epoch(epoch, now_s)
         if epoch == self._epoch:
             for job in self._jobs.values():
                 if jobs is None or job.name in jobs:
@@ -182,8 +182,13 @@ class ReuseIndex:
         others = row.job.num_by_key[row.key] - 1
         return others if to_come is None else others + to_come.num_rows_to_come
 
-    def _renew_epoch(self, epoch: int) -> None:
-        if epoch > self._epoch:
+    def _renew_epoch(self, epoch: int, now_s: float) -> None:
+        """Epochs of another store, or of one that was brought back, may be lower: they count once
+        no lease lives."""
+        if epoch == self._epoch:
+            return
+        lives = any(job.is_counted and now_s < job.lease_end_s for job in self._jobs.values())
+        if epoch > self._epoch or not lives:
             for job in list(self._jobs.values()):
                 if job.is_counted:
                     self._void(job)

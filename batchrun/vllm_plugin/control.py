@@ -10,6 +10,7 @@ around each step: it hands out accepted orders and tells the daemon how things s
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
@@ -30,7 +31,7 @@ from batchrun.scheduling.view import RequestView
 from batchrun.types import RequestClass
 from batchrun.vllm_plugin.alone import learnt_slo
 from batchrun.vllm_plugin.state import EngineState
-from batchrun.vllm_plugin.telemetry import CallRecorder, Meter, fill_in
+from batchrun.vllm_plugin.telemetry import LEASE_S, CallRecorder, Meter, fill_in
 from batchrun.wire import (
     CHANNEL_VARIABLE,
     MAX_MESSAGE_BYTES,
@@ -90,7 +91,7 @@ class Control:
         self._least_tokens = min(least_tokens, started.token_budget)
         self._nonce = nonce
         self._refusal = refusal
-        self._newest = (-1, -1)
+        self._newest, self._newest_at_s = (-1, -1), -math.inf
         # The newest orders alone count, so an engine that sleeps long may lose older ones.
         self._inbox: deque[tuple[InForce, Orders]] = deque(maxlen=MAX_WAITING)
         self.calls = CallRecorder()
@@ -118,7 +119,9 @@ class Control:
 
     def _accept(self, orders: Orders) -> str | None:
         """Why the orders are refused; None when they hold from now on."""
-        if (orders.epoch, orders.number) <= self._newest:
+        is_older = (orders.epoch, orders.number) <= self._newest
+        # One that has been silent for so long leads no more: epochs of another store may be lower.
+        if is_older and time.monotonic() < self._newest_at_s + LEASE_S:
             return "older orders than those in force"
         wanted = InForce(
             orders.policy or self._started.policy,
@@ -141,7 +144,7 @@ class Control:
             )
         if self._refusal is not None and (wanted.policy != "bs" or not wanted.is_offline_on):
             return self._refusal
-        self._newest = (orders.epoch, orders.number)
+        self._newest, self._newest_at_s = (orders.epoch, orders.number), time.monotonic()
         self.in_force = wanted
         self._inbox.append((wanted, orders))
         return None

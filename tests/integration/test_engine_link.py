@@ -166,7 +166,7 @@ async def test_an_engine_that_starts_again_is_told_everything(path: Path) -> Non
 
 
 async def test_a_daemon_that_starts_again_is_heard_and_its_epoch_rules(
-    path: Path, engine: Engine
+    path: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine.channel.publish(telemetry())
     for epoch in (1, 2):
@@ -179,6 +179,9 @@ async def test_a_daemon_that_starts_again_is_heard_and_its_epoch_rules(
         await until(lambda: old_link.telemetry)
         with pytest.raises(StateError, match="older orders than those in force"):
             await old.change("bs", None)
+        # Of another store, say, once nobody else has been heard for long.
+        monkeypatch.setattr("batchrun.vllm_plugin.control.LEASE_S", 0.0)
+        await old.change("bs", None)
 
 
 async def test_without_an_engine_a_change_is_one_line(path: Path) -> None:

@@ -136,6 +136,18 @@ def test_a_newer_epoch_voids_the_older_and_older_hints_are_not_counted() -> None
     index.check()
 
 
+def test_a_lower_epoch_counts_once_no_lease_of_the_higher_one_lives() -> None:
+    index = ReuseIndex()
+    announce(index, "ab", 1, (1, 5, 2), epoch=7)
+    index.renew(2, LEASE_S - 0.1)
+    assert counts(index, "ab") == [6, 6]
+    index.renew(2, LEASE_S)
+    assert counts(index, "ab") == [0, 0]
+    announce(index, "ab", 9, (1, 5, 2), epoch=2)
+    assert counts(index, "ab") == [6, 6]
+    index.check()
+
+
 def test_counts_fall_to_nothing_when_the_lease_ends_and_return_with_it() -> None:
     index = ReuseIndex()
     announce(index, "ab", 1, (1, 5, 2))
