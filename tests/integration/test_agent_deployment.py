@@ -8,6 +8,7 @@ import random
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +26,8 @@ from kill_rig import (
     wait_until,
     wait_until_running,
 )
+
+from batchrun.engine.process import find_family, read_record
 
 ROOT = Path(__file__).parents[2]
 PARTS = ("daemon", "gateway", "engine", "agent")
@@ -187,3 +190,34 @@ def test_systemd_takes_the_unit(tmp_path: Path) -> None:
         ["systemd-analyze", "verify", str(unit)], capture_output=True, text=True, check=False
     )
     assert (done.returncode, json.dumps(done.stderr)) == (0, json.dumps(""))
+
+
+STANDS_STILL = """
+import asyncio, os, sys, time
+from pathlib import Path
+from batchrun.engine.agent.guard import Guard
+from batchrun.engine.process import spawn
+
+async def main():
+    guard, record_path = Guard(Path(sys.argv[1]), hung_s=3.0), Path(sys.argv[1])
+    await guard.start()
+    watching = asyncio.create_task(guard.watch())
+    spawn(["sleep", "600"], env=dict(os.environ), log_path=record_path.with_suffix(".log"),
+          record_path=record_path)
+    await asyncio.sleep(6)
+    print("lives", flush=True)
+    time.sleep(600)
+
+asyncio.run(main())
+"""
+
+
+def test_an_agent_that_stands_still_is_ended_and_its_engine_with_it(tmp_path: Path) -> None:
+    record_path = tmp_path / "engine.json"
+    argv = [sys.executable, "-c", STANDS_STILL, str(record_path)]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE) as agent:
+        assert agent.stdout is not None and agent.stdout.readline() == b"lives\n"
+        record = read_record(record_path)
+        assert record is not None and find_family(record)
+        assert agent.wait() == -signal.SIGKILL
+    wait_until(lambda: not find_family(record))

@@ -23,6 +23,7 @@ from batchrun.daemon.plugin import channel_path, last_steps_path, plugin_env
 from batchrun.daemon.supervisor import build_model, engine_python, make_engine
 from batchrun.engine import process
 from batchrun.engine.agent.engine import AgentEngine
+from batchrun.engine.agent.guard import HUNG_S
 from batchrun.engine.agent.remote import ENGINE_KEY
 from batchrun.engine.agent.server import Agent, AgentSettings
 from batchrun.engine.command import check_port_free
@@ -114,6 +115,7 @@ def serve(
         runs_scheduler=not is_plain,
         certificate=certificate,
         key=key,
+        hung_s=HUNG_S,
     )
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr

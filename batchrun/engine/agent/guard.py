@@ -2,12 +2,14 @@
 
 A process of its own, in a session of its own: it waits for the end of a pipe that the agent alone
 holds open, which comes however the agent dies. Then it ends everything that carries the engine's
-nonce. While it lives it holds a lock, so that the next agent starts the engine only after that.
+nonce. While it lives it holds a lock, so that the next agent starts the engine only after that. An
+agent that stands still, as its pipe tells, is ended first: whoever keeps agents starts another.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import select
 import signal
@@ -28,18 +30,24 @@ SECOND_LOOK_S = 0.5
 """A process that was just being started shows its nonce after this at the latest."""
 RESTART_S = 0.2
 POLL_S = 0.1
+BEAT_S = 1.0
+HUNG_S = 180.0
+"""An agent that stands still for so long hangs. Time in which the guard was stopped too does not
+count."""
 
 
 class Guard:
-    """The guard of the engine that the record at `record_path` names."""
+    """The guard of the engine that the record at `record_path` names. This process is ended where
+    `watch` stands still for `hung_s`."""
 
-    def __init__(self, record_path: Path) -> None:
-        self._record_path = record_path
+    def __init__(self, record_path: Path, hung_s: float = math.inf) -> None:
+        self._record_path, self._hung_s = record_path, hung_s
         self._process: asyncio.subprocess.Process | None = None
 
     async def start(self) -> None:
         """Returns when an engine may be started. Raises EngineError when another agent has it."""
         program = [sys.executable, "-m", "batchrun.engine.agent.guard", str(self._record_path)]
+        program.append(str(self._hung_s))
         pipe = asyncio.subprocess.PIPE
         self._process = await asyncio.create_subprocess_exec(
             *program, stdin=pipe, stdout=pipe, start_new_session=True
@@ -60,9 +68,19 @@ class Guard:
     async def watch(self) -> None:
         """Replace the guard when it dies, for ever. Raises EngineError as `start` does."""
         while self._process is not None:
-            await self._process.wait()
+            await self._beat_until_ended(self._process)
             await asyncio.sleep(RESTART_S)
             await self.start()
+
+    async def _beat_until_ended(self, guard: asyncio.subprocess.Process) -> None:
+        ended = asyncio.create_task(guard.wait())
+        try:
+            while not ended.done():
+                if guard.stdin is not None and not guard.stdin.is_closing():
+                    guard.stdin.write(b".")
+                await asyncio.wait([ended], timeout=BEAT_S)
+        finally:
+            ended.cancel()
 
     async def close(self) -> None:
         """Let the guard end what is left of the engine, and itself."""
@@ -86,8 +104,23 @@ def end_engine(record_path: Path) -> None:
         record_path.unlink(missing_ok=True)
 
 
+def wait_for_end(hung_s: float) -> bool:
+    """Returns once standard input has ended, with True once nothing has come for `hung_s`."""
+    stood_s, looked_s = 0.0, time.monotonic()
+    while stood_s < hung_s:
+        if select.select([0], [], [], BEAT_S)[0]:
+            if not os.read(0, 1 << 16):
+                return False
+            stood_s = 0.0
+        now_s = time.monotonic()
+        stood_s += min(now_s - looked_s, 2 * BEAT_S)
+        looked_s = now_s
+    return True
+
+
 def main(arguments: list[str]) -> int:
     """Guard until standard input ends."""
+    agent = os.getppid()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
         signal.signal(number, signal.SIG_IGN)
     record_path = Path(arguments[0])
@@ -98,7 +131,8 @@ def main(arguments: list[str]) -> int:
                 return 0
         with suppress(BrokenPipeError):
             os.write(sys.stdout.fileno(), READY)
-        sys.stdin.buffer.read()
+        if wait_for_end(float(arguments[1])) and os.getppid() == agent:
+            os.kill(agent, signal.SIGKILL)
         end_engine(record_path)
     return 0
 

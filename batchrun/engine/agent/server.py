@@ -66,8 +66,7 @@ MAX_UNSENT = 4096
 MAX_TAIL_BYTES = 1 << 20
 DEFAULT_TAIL_LINES = 100
 CERTIFICATE_CHECK_S = 60.0
-_CLOSE_WAIT_S = 1.0
-_KEEP_ALIVE_S = 2.0
+_CLOSE_WAIT_S, _KEEP_ALIVE_S = 1.0, 2.0
 NO_ENGINE = {"Retry-After": "1", NO_ENGINE_HEADER: "1"}
 
 
@@ -78,7 +77,7 @@ class AgentSettings:
     `channel` is the path of the sockets of the engine's scheduler, without their endings;
     `last_steps` and `log` are files that the engine writes, None where there are none.
     `kept` is the file of outcomes that nobody has fetched. A given `certificate` is shown anew
-    when its file has changed.
+    when its file has changed. A process of its own is ended where it stands still for `hung_s`.
     """
 
     name: str
@@ -92,6 +91,7 @@ class AgentSettings:
     runs_scheduler: bool = False
     certificate: Path | None = None
     key: Path | None = None
+    hung_s: float = math.inf
 
 
 class Agent:
@@ -146,7 +146,7 @@ class Agent:
         """
         guard = None
         if isinstance(self._engine, ManagedEngine):
-            guard = Guard(self._engine.settings.record_path)
+            guard = Guard(self._engine.settings.record_path, self._settings.hung_s)
             await guard.start()
         work: list[Coroutine[None, None, None]] = [
             self._keep_engine(),
