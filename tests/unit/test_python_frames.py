@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,11 +18,17 @@ import pytest
 from pydantic import BaseModel
 
 import batchrun
+from batchrun.control.submitting import find_same, prepare
+from batchrun.daemon.opening import request_keys
 from batchrun.errors import DataError, InputError
+from batchrun.home import Home
+from batchrun.jobs.inputs.input_data import open_input
 from batchrun.jobs.prompts.template import RequestTemplate
 from batchrun.python.asking import Question
 from batchrun.python.frames import frame_of, frame_of_rows, kept_rows
 from batchrun.python.schemas import parsed, response_format
+from batchrun.store import jobs
+from batchrun.store.database import open_store
 
 
 class Tone(enum.Enum):
@@ -110,6 +117,48 @@ def test_equal_questions_about_equal_rows_are_equal_jobs(tmp_path: Path) -> None
     ]
     assert specs[0].content_hash() == specs[1].content_hash() != specs[2].content_hash()
     assert [each.name for each in tmp_path.iterdir() if each.name.startswith(".")] == []
+
+
+ORDERS = ({"reasoning": {}, "answer": {}}, {"answer": {}, "reasoning": {}})
+
+
+def test_a_schema_keeps_the_order_of_its_fields(tmp_path: Path) -> None:
+    table = pl.DataFrame({"text": ["a"]})
+    path = kept_rows(table, tmp_path)
+    specs = [
+        Question("{{ text }}", request={"form": order}).spec(path, tmp_path) for order in ORDERS
+    ]
+    keys = [request_keys(spec, open_input(spec.input)).tolist() for spec in (*specs, specs[0])]
+
+    assert [json.dumps(spec.request["form"]) for spec in specs] == list(map(json.dumps, ORDERS))
+    assert specs[0].output.path != specs[1].output.path
+    assert keys[0] == keys[2] != keys[1]
+
+
+def test_an_unfinished_job_with_its_fields_in_another_order_is_not_the_same(
+    tmp_path: Path,
+) -> None:
+    pl.DataFrame({"text": ["a"]}).write_parquet(tmp_path / "rows.parquet")
+    home = Home(tmp_path / "home")
+    home.create()
+    made = []
+    for order in ("{type: a, name: b}", "{type: a, name: b}", "{name: b, type: a}"):
+        (tmp_path / "job.yaml").write_text(JOB.replace("ORDER", order))
+        job = prepare(tmp_path / "job.yaml", home, is_shown=False)
+        made.append(find_same(job, home) is not None)
+        if len(made) == 1:
+            with closing(open_store(home.store_location)) as store:
+                jobs.create(store, job, now_s=0.0)
+
+    assert made == [False, True, False]
+
+
+JOB = """\
+name: ordered
+input: {path: rows.parquet, messages: [{role: user, content: "{{ text }}"}]}
+request: {extra: ORDER, seed: 1}
+output: {path: out.parquet}
+"""
 
 
 def test_pandas_keeps_index_column_names_and_whole_numbers_beside_nulls() -> None:
