@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -23,6 +24,9 @@ from batchrun.jobs.inputs.rows import (
     native_rows,
 )
 
+JSON_COLUMNS = "batchrun.json"
+"""Where a file names, as a JSON list, its columns of JSON text that stands for other values."""
+
 _MAGIC = b"PAR1"
 _BUFFER_BYTES = 1 << 20
 _MAX_BATCH_ROWS = 8192
@@ -39,6 +43,7 @@ class ParquetInput(InputFile):
         self._file = _open(path)
         schema: pa.Schema = self._file.schema_arrow
         self.columns: tuple[str, ...] = tuple(schema.names)
+        self._as_json = _json_columns(path, self._file.metadata.metadata)
         self.num_rows: int = self._file.metadata.num_rows
         groups = range(self._file.num_row_groups)
         self._group_rows = [self._file.metadata.row_group(group).num_rows for group in groups]
@@ -68,6 +73,11 @@ class ParquetInput(InputFile):
                 yield first_row, self._fitted(batch, schema)
                 first_row += batch.num_rows
 
+    def iter_rows(self, columns: Sequence[str], max_bytes: int) -> Iterator[tuple[int, list[Row]]]:
+        """Like `iter_batches`, as native values."""
+        for first_row, rows in super().iter_rows(columns, max_bytes):
+            yield first_row, self._told(rows)
+
     def read_rows(self, rows: Sequence[int], columns: Sequence[str]) -> list[Row]:
         """The given rows in the given order; slow where they lie in large row groups."""
         if not columns:
@@ -86,7 +96,18 @@ class ParquetInput(InputFile):
                         picked = native_rows(batch.take(pa.array(inside - first)))
                     found.update(zip(inside.tolist(), picked, strict=True))
                 first += batch.num_rows
-        return [found[row] for row in rows]
+        return self._told([found[row] for row in rows])
+
+    def _told(self, rows: list[Row]) -> list[Row]:
+        """The rows with what their columns of JSON text stand for."""
+        for name in self._as_json & rows[0].keys() if rows else ():
+            for row in rows:
+                if isinstance(text := row[name], str):
+                    try:
+                        row[name] = json.loads(text)
+                    except (ValueError, RecursionError):
+                        raise DataError(f"{self.path}: column {name!r} is not JSON") from None
+        return rows
 
     def chunk_sizes(self, columns: Sequence[str]) -> list[tuple[int, int]]:
         """(rows, about how many decoded bytes) of each row group."""
@@ -184,6 +205,13 @@ def _open(path: Path) -> pq.ParquetFile:
         raise DataError(f"{path}: the Parquet file is cut short (its footer is missing)")
     with _readable(path):
         return pq.ParquetFile(path, pre_buffer=False, buffer_size=_BUFFER_BYTES)
+
+
+def _json_columns(path: Path, marks: Mapping[bytes, bytes] | None) -> frozenset[str]:
+    try:
+        return frozenset(json.loads((marks or {}).get(JSON_COLUMNS.encode(), b"[]")))
+    except (ValueError, TypeError):
+        raise DataError(f"{path}: its mark {JSON_COLUMNS} is no list of columns") from None
 
 
 @contextlib.contextmanager
