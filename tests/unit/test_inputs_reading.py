@@ -157,6 +157,16 @@ def test_jsonl_columns_have_one_type_over_the_whole_file(tmp_path: Path) -> None
     assert batch.column("nested").to_pylist() == ['{"k": 1}', "[1]"]
 
 
+def test_views_of_text_are_text(tmp_path: Path) -> None:
+    views = {"a": pa.array(["x", "y"], type=pa.string_view()), "b": [1, 2]}
+    pq.write_table(pa.table(views), tmp_path / "a.parquet")
+
+    with open_path(tmp_path / "a.parquet") as data:
+        assert data.schema(["a"]).field("a").type == pa.string()
+        assert [row for _, rows in data.iter_rows() for row in rows] == data.read_rows([0, 1])
+        assert data.read_rows([1], ["a"]) == [{"a": "y"}]
+
+
 def test_parquet_values_become_native(tmp_path: Path) -> None:
     times = pa.array([1_700_000_000_123_456_789], type=pa.timestamp("ns"))
     table = pa.table({"t": times, "s": [{"k": [1, 2]}], "n": pa.array([None], type=pa.int32())})

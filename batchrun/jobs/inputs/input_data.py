@@ -49,6 +49,17 @@ class InputData:
         schemas = [file.schema(columns) for file in self._files]
         return pa.schema([_common_field(name, schemas) for name in columns])
 
+    def check_types(self, columns: Sequence[str], *, is_one_table: bool) -> None:
+        """Raises DataError where a Parquet file has one of `columns` in a type that cannot be read,
+        or, for one table, none that goes with those of the others. Reads none of their rows."""
+        files = [file for file in self._files if isinstance(file, ParquetInput)]
+        for file in files:
+            file.schema(columns)
+        if is_one_table and files:
+            schema = self.schema(columns)
+            for file in files:
+                file.check_fits(schema)
+
     def iter_batches(
         self, columns: Sequence[str] | None = None, *, max_bytes: int = BATCH_BYTES
     ) -> Iterator[tuple[int, pa.RecordBatch]]:
@@ -253,6 +264,17 @@ def check_columns(spec: JobSpec, data: InputData) -> None:
         if column not in data.columns:
             place = spec.where(f"output.keep[{index}]")
             raise JobSpecError(f"{place}: {no_column(column, data.columns)}")
+
+
+def check_kept(spec: JobSpec, data: InputData) -> None:
+    """Raises JobSpecError when the output could not hold a column that `output.keep` names."""
+    check_columns(spec, data)
+    for index, column in enumerate(spec.output.keep):
+        try:
+            data.check_types([column], is_one_table=spec.output.path.endswith(".parquet"))
+        except DataError as error:
+            place = spec.where(f"output.keep[{index}]")
+            raise JobSpecError(f"{place}: {column!r} cannot be kept: {error}") from None
 
 
 def no_column(column: str, columns: Sequence[str]) -> str:

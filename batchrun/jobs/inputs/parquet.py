@@ -55,12 +55,18 @@ class ParquetInput(InputFile):
         """The file's own types of `columns`; DataError for a type that cannot be used."""
         fields = [self._file.schema_arrow.field(name) for name in columns]
         for field in fields:
-            if not _is_usable(field.type):
+            if not _is_usable(_without_view(field.type)):
                 raise DataError(
                     f"{self.path}: column {field.name!r} has type {field.type}, which cannot be "
                     "used; convert it to text, numbers, lists or structs"
                 )
-        return pa.schema(fields)
+        return pa.schema([field.with_type(_without_view(field.type)) for field in fields])
+
+    def check_fits(self, schema: pa.Schema) -> None:
+        """Raises DataError where columns can never have these types, whatever they hold."""
+        own = self.schema(schema.names)
+        nothing = [pa.array([], type=field.type) for field in own]
+        self._fitted(pa.RecordBatch.from_arrays(nothing, schema=own), schema)
 
     def iter_batches(
         self, columns: Sequence[str], schema: pa.Schema, max_bytes: int
@@ -139,9 +145,10 @@ class ParquetInput(InputFile):
             return
         batch_rows = self._batch_rows(group, columns, max_bytes)
         with _readable(self.path):
-            yield from self._file.iter_batches(
+            batches = self._file.iter_batches(
                 batch_size=batch_rows, row_groups=[group], columns=list(columns), use_threads=False
             )
+            yield from map(_without_views, batches)
 
     def _batch_rows(self, group: int, columns: Sequence[str], max_bytes: int) -> int:
         """Rows per batch so that one decodes to about `max_bytes`."""
@@ -187,7 +194,8 @@ class ParquetInput(InputFile):
         if (group, columns) not in self._cache:
             with _readable(self.path):
                 table = self._file.read_row_group(group, columns=list(columns), use_threads=False)
-            self._cache[group, columns] = table.combine_chunks().to_batches()[0]
+            whole = _without_views(table.combine_chunks().to_batches()[0])
+            self._cache[group, columns] = whole
         self._cache.move_to_end((group, columns))
         while len(self._cache) > 1 and sum(b.nbytes for b in self._cache.values()) > CACHE_BYTES:
             self._cache.popitem(last=False)
@@ -231,6 +239,19 @@ def _refuse_huge_rows(path: Path, first_row: int, batch: pa.RecordBatch) -> None
             raise DataError(
                 f"{path}: row {first_row + index} holds over {ROW_LIMIT_BYTES >> 20} MiB"
             )
+
+
+def _without_view(kind: pa.DataType) -> pa.DataType:
+    if pa.types.is_string_view(kind):
+        return pa.string()
+    return pa.binary() if pa.types.is_binary_view(kind) else kind
+
+
+def _without_views(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """The batch with text where Arrow has views of text, which it cannot pick rows of."""
+    fields = [field.with_type(_without_view(field.type)) for field in batch.schema]
+    schema = pa.schema(fields)
+    return batch if schema == batch.schema else batch.cast(schema)
 
 
 def _is_usable(kind: pa.DataType) -> bool:
