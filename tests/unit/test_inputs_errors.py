@@ -188,6 +188,18 @@ def test_files_with_different_columns_are_refused(tmp_path: Path) -> None:
     assert "column 'b' is not in both" in problem_of(lambda: open_path(tmp_path / "*.csv"))
 
 
+def test_a_used_column_that_a_file_of_another_kind_lacks_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"a": 1, "b": 2}\n')
+    pq.write_table(pa.table({"a": [3]}), tmp_path / "b.parquet")
+    spec = InputSpec(path=(str(tmp_path / "a.jsonl"), str(tmp_path / "b.parquet")))
+
+    with open_input(spec) as data:
+        assert data.read_rows([1, 0], ["a"]) == [{"a": 3}, {"a": 1}]
+        for act in (data.iter_rows, data.iter_batches):
+            assert "b.parquet: has no column 'b'" in problem_of(lambda act=act: list(act()))
+        assert "b.parquet: has no column 'b'" in problem_of(lambda: data.read_rows([1], ["b"]))
+
+
 def test_an_absent_id_column_is_suggested_against(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("key,b\n1,2\n")
     problem = problem_of(lambda: open_path(tmp_path / "a.csv", id="kee"))
