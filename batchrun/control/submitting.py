@@ -17,7 +17,7 @@ from batchrun.errors import DaemonUnavailableError, NotLeadingError, UnknownJobE
 from batchrun.files import StoreLock, is_url
 from batchrun.home import Home
 from batchrun.jobs.pin import InputPin
-from batchrun.jobs.spec import JobSpec
+from batchrun.jobs.spec import JobSpec, told_fields
 from batchrun.store import jobs
 from batchrun.store.database import Store, open_store, open_to_read
 from batchrun.store.jobs import JobRecord, NewJob
@@ -120,12 +120,15 @@ class SameJob:
 
 
 def find_same(job: NewJob, home: Home) -> SameJob | None:
-    """The newest job with this very content, ended or not; None where its input was another."""
+    """The newest job with this very content, ended or not; None where its input, or the
+    order within its request's fields, was another."""
     if not home.has_store:
         return None
     with closing(open_store(home.store_location)) as store:
         found = jobs.find_newest(store, job.content_hash)
         if found is None or _bytes_of(found.pin) != _bytes_of(job.pin):
+            return None
+        if _fields_of(found.spec) != _fields_of(job.spec):
             return None
         counts = found.counts
         return SameJob(found, 0 if counts is None else counts.num_failed)
@@ -133,6 +136,10 @@ def find_same(job: NewJob, home: Home) -> SameJob | None:
 
 def _bytes_of(pin: str) -> list[tuple[str, ...]]:
     return [(file.path, *file.block_hashes) for file in InputPin.model_validate_json(pin).files]
+
+
+def _fields_of(spec: str) -> str:
+    return told_fields(JobSpec.model_validate_json(spec).request)
 
 
 def go_on(record: JobRecord, client: DaemonClient) -> dict[str, Any]:

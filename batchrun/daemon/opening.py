@@ -30,12 +30,14 @@ from batchrun.errors import EngineError, QuotaError, StateError, StorageUnreacha
 from batchrun.jobs.batch import check_input, validate_input
 from batchrun.jobs.expected_answers import open_answers
 from batchrun.jobs.inputs.input_data import InputData
+from batchrun.jobs.inputs.rows import Row
 from batchrun.jobs.inputs.spool import KeptCopy, PlannedRows
+from batchrun.jobs.job_file import CONTENT_KEYS
 from batchrun.jobs.objects import in_thread
 from batchrun.jobs.prompts.template import RequestTemplate, RowRenderError
 from batchrun.jobs.prompts.tokens import PLAIN_PROMPTS, PromptReader, read_prompts
 from batchrun.jobs.results.file_bytes import FileBytes
-from batchrun.jobs.spec import JobSpec
+from batchrun.jobs.spec import JobSpec, told_fields
 from batchrun.jobs.submit import open_submitted, plan_again, rows_file, source_of
 from batchrun.keys import FairDoor
 from batchrun.pool.job_shares import OPERATOR, Owner
@@ -92,14 +94,20 @@ def request_keys(spec: JobSpec, data: InputData, progress: ProgressSink | None =
                     body = template.render(values, row_number=row)
                 except RowRenderError:
                     continue
-                request = json.dumps([row_id, spec.endpoint, body], sort_keys=True)
-                digest = xxhash.xxh3_128_digest(request.encode())
+                digest = xxhash.xxh3_128_digest(_told(row_id, spec.endpoint, body).encode())
                 keys[row] = np.frombuffer(digest, dtype=np.uint8)
             if progress is not None:
                 progress("comparing rows", first_row + len(rows), data.num_rows)
     finally:
         data.close()
     return keys.view("V16").reshape(-1)
+
+
+def _told(row_id: str, endpoint: str, body: Row) -> str:
+    """A request as text; the order within the fields beside its prompt counts."""
+    key = CONTENT_KEYS[endpoint]
+    prompt = json.dumps([row_id, endpoint, body.get(key)], sort_keys=True)
+    return prompt + told_fields({name: body[name] for name in body if name != key})
 
 
 def _same_rows(old: Keys, new: Keys) -> dict[int, int]:

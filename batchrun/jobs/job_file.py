@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import glob
 import os
+import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -145,7 +146,7 @@ def load_job_file(path: Path, *, cwd: Path) -> JobSpec:
     job = validate_document(document, JobFile, JobSpecError)
     _raise_first(document, find_problems(job))
     folder = path.absolute().parent
-    inputs = tuple(_absolute(folder, item) for item in job.input.path)
+    inputs = tuple(_input_place(folder, item) for item in job.input.path)
     output = _absolute(cwd.absolute(), job.output.path)
     if output in inputs:
         raise JobSpecError(f"{document.where('output.path')}: would overwrite the input file")
@@ -172,7 +173,9 @@ def input_files(paths: Iterable[str]) -> list[Path]:
             names = glob.glob(path, recursive=True)  # noqa: PTH207
             found = sorted(name for name in names if Path(name).is_file())
             if not found:
-                raise DataError(f"{path}: no file matches this pattern")
+                is_name = glob.escape(unescaped(path)) == path
+                problem = "no such file" if is_name else "no file matches this pattern"
+                raise DataError(f"{unescaped(path)}: {problem}")
             files.extend(Path(name) for name in found)
         else:
             files.append(Path(path))
@@ -203,6 +206,19 @@ def _raise_first(document: Document, problems: Iterable[tuple[str, str]]) -> Non
         key, text = found[0]
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
         raise JobSpecError(f"{document.where(key)}: {text}{more}")
+
+
+def _input_place(folder: Path, path: str) -> str:
+    """As `_absolute`; where that is to be a glob, no part of it that was not written is one."""
+    plain = _absolute(folder, path)
+    if is_url(plain) or Path(plain).exists():
+        return plain
+    return _absolute(Path(glob.escape(str(folder))), path)
+
+
+def unescaped(pattern: str) -> str:
+    """What `glob.escape` made a pattern of, unless more of it is one."""
+    return re.sub(r"\[([*?[])\]", r"\1", pattern)
 
 
 def _absolute(folder: Path, path: str) -> str:

@@ -6,6 +6,7 @@ Inputs in object storage are fetched when a job is submitted, and kept while it 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -182,7 +183,8 @@ def keep_input(pin: InputPin, origins: Origins, links: Path) -> InputPin:
             else:
                 _sync(file)
                 with contextlib.suppress(OSError):
-                    os.link(file.path, links / link_name(file))
+                    # A link to a symbolic link would follow it to another file one day.
+                    os.link(os.path.realpath(file.path), links / link_name(file))
             files.append(file)
         sync_folder(links)
     except OSError as failure:
@@ -205,10 +207,16 @@ def _local(
     return copies
 
 
+_NOT_SYNCED = frozenset({errno.EINVAL, errno.EROFS})
+"""What file systems say that are only read, and so have nothing to sync."""
+
+
 def _sync(file: PinnedFile) -> None:
     try:
         sync_file(Path(file.path))
     except OSError as failure:
+        if failure.errno in _NOT_SYNCED:
+            return
         raise DataError(f"{file.path}: cannot be read: {failure.strerror}") from failure
 
 

@@ -7,6 +7,7 @@ import hashlib
 import json
 import re
 from base64 import b64decode
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import unquote
@@ -213,7 +214,10 @@ class JobSpec(JobFile):
         return self.input.format == "openai-batch"
 
     def content_hash(self) -> str:
-        """Hex digest that is equal for two submissions of the same job, wherever they are read."""
+        """Hex digest that is equal for two submissions of the same job, wherever they are read.
+
+        The order within fields of the request does not count here; see `told_fields`.
+        """
         aside = {"source", "continue_from", "row_timeout", "on_done", "start"}
         values = self.model_dump(mode="json", exclude=aside)
         canonical = json.dumps(values, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
@@ -227,6 +231,13 @@ class JobSpec(JobFile):
         while parent and parent not in self.source.lines:
             parent = parent[: max(parent.rfind("."), parent.rfind("["), 0)]
         return f"{self.source.path}:{self.source.lines.get(parent, 1)}: {key}"
+
+
+def told_fields(request: Mapping[str, object]) -> str:
+    """A request's fields as JSON text, in one order whatever theirs is; what is within a field
+    stays in its own, which a model that answers by a schema follows."""
+    fields = {name: request[name] for name in sorted(request)}
+    return json.dumps(fields, separators=(",", ":"))
 
 
 SECRET_PREFIX = "whsec_"

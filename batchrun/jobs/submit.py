@@ -26,8 +26,8 @@ from batchrun.files import atomic_file, is_url
 from batchrun.jobs import objects
 from batchrun.jobs.inputs.input_data import (
     InputData,
-    check_columns,
     check_ids,
+    check_kept,
     open_input,
     open_pinned,
 )
@@ -119,7 +119,7 @@ def _checked(
     if holds_input(spec.output.path, (origins.get(path, path) for path in files)):
         raise JobSpecError(f"{spec.where('output.path')}: would overwrite the input file")
     template = RequestTemplate(spec, data.columns, model=spec.model)
-    check_columns(spec, data)
+    check_kept(spec, data)
     check_uses_columns(spec, template, data.columns)
     _check_first_rows(data, template)
     check_ids(data, progress=progress)

@@ -38,7 +38,7 @@ from batchrun.errors import (
 )
 from batchrun.home import Home
 from batchrun.jobs.prompts.template import RequestTemplate
-from batchrun.jobs.spec import JobSpec
+from batchrun.jobs.spec import JobSpec, told_fields
 from batchrun.jobs.submit import check_uses_columns
 from batchrun.python.frames import NAME_CHARS, Frame, kept_rows
 from batchrun.python.schemas import parsed, response_format
@@ -107,9 +107,8 @@ class Question:
             "input": {"path": [str(rows)], "format": "parquet", "messages": messages},
             "request": request,
         }
-        text = json.dumps(values, sort_keys=True, default=_plain)
-        values = json.loads(text)
-        digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:NAME_CHARS]
+        values = json.loads(json.dumps(values, default=_plain))
+        digest = _digest(values)
         output = {"path": str(folder / f"{digest}.answers.parquet")}
         try:
             return JobSpec.model_validate({**values, "name": f"map {digest}", "output": output})
@@ -131,6 +130,15 @@ class Question:
         return table.with_columns(
             output["finish_reason"], pl.Series("error", faults, dtype=pl.String)
         )
+
+
+def _digest(values: Mapping[str, Any]) -> str:
+    """Names a question. The order within fields of the request counts where it is not sorted."""
+    text = json.dumps(values, sort_keys=True)
+    fields = told_fields(values["request"])
+    if fields != json.dumps(values["request"], sort_keys=True, separators=(",", ":")):
+        text += fields
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:NAME_CHARS]
 
 
 def _plain(value: object) -> JsonValue:

@@ -15,6 +15,7 @@ import zstandard
 from batchrun.errors import DataError, JobSpecError
 from batchrun.jobs.inputs.input_data import InputData, check_columns, open_input
 from batchrun.jobs.spec import InputSpec, JobSpec
+from batchrun.jobs.submit import prepare_job
 
 
 def open_path(path: Path | str, **options: object) -> InputData:
@@ -22,7 +23,7 @@ def open_path(path: Path | str, **options: object) -> InputData:
 
 
 def problem_of(act: Callable[[], object]) -> str:
-    with pytest.raises(DataError) as caught:
+    with pytest.raises((DataError, JobSpecError)) as caught:
         act()
     assert "\n" not in str(caught.value)
     return str(caught.value)
@@ -108,6 +109,51 @@ def test_an_unusable_type_is_refused_only_when_used(tmp_path: Path) -> None:
     assert "column 'm' has type map<string, int8 ('m')>, which cannot be used" in problem
 
 
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
+@pytest.mark.parametrize(
+    "values",
+    [
+        pa.array([[("k", 1)]], type=pa.map_("string", "int8")),
+        pa.array([b"abc"], type=pa.binary(3)),
+        pa.array([["a"]], type=pa.list_(pa.string_view())),
+    ],
+)
+def test_a_kept_type_that_cannot_be_read_is_refused_at_once(
+    tmp_path: Path, values: pa.Array, suffix: str
+) -> None:
+    pq.write_table(pa.table({"a": ["x"], "m": values}), tmp_path / "a.parquet")
+    spec = keeping(tmp_path, suffix)
+
+    problem = problem_of(lambda: prepare_job(spec, links=tmp_path / "links"))
+
+    assert problem.startswith("output.keep[0]: 'm' cannot be kept: ")
+    assert "a.parquet: column 'm' has type " in problem and "which cannot be used" in problem
+
+
+def test_kept_types_that_share_none_are_refused_at_once_for_one_table(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"a": ["x"], "m": [1]}), tmp_path / "a.parquet")
+    pq.write_table(pa.table({"a": ["x"], "m": [[1]]}), tmp_path / "b.parquet")
+
+    problem = problem_of(
+        lambda: prepare_job(keeping(tmp_path, "parquet"), links=tmp_path / "links")
+    )
+
+    assert "'m' cannot be kept: " in problem and "b.parquet: its column types differ" in problem
+    job = prepare_job(keeping(tmp_path, "jsonl"), links=tmp_path / "links")
+    assert job.num_rows == 2
+
+
+def keeping(folder: Path, suffix: str) -> JobSpec:
+    return JobSpec.model_validate({
+        "name": "x",
+        "input": {
+            "path": str(folder / "*.parquet"),
+            "messages": [{"role": "user", "content": "{{ a }}"}],
+        },
+        "output": {"path": str(folder / f"out.{suffix}"), "keep": ["m"]},
+    })
+
+
 def test_missing_paths_and_folders_are_named(tmp_path: Path) -> None:
     assert problem_of(lambda: open_path(tmp_path / "no.csv")).endswith("no.csv: no such file")
     assert "is a folder; name a file" in problem_of(lambda: open_path(tmp_path))
@@ -140,6 +186,18 @@ def test_files_with_different_columns_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("a,b\n1,2\n")
     (tmp_path / "b.csv").write_text("a,c\n1,2\n")
     assert "column 'b' is not in both" in problem_of(lambda: open_path(tmp_path / "*.csv"))
+
+
+def test_a_used_column_that_a_file_of_another_kind_lacks_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"a": 1, "b": 2}\n')
+    pq.write_table(pa.table({"a": [3]}), tmp_path / "b.parquet")
+    spec = InputSpec(path=(str(tmp_path / "a.jsonl"), str(tmp_path / "b.parquet")))
+
+    with open_input(spec) as data:
+        assert data.read_rows([1, 0], ["a"]) == [{"a": 3}, {"a": 1}]
+        for act in (data.iter_rows, data.iter_batches):
+            assert "b.parquet: has no column 'b'" in problem_of(lambda act=act: list(act()))
+        assert "b.parquet: has no column 'b'" in problem_of(lambda: data.read_rows([1], ["b"]))
 
 
 def test_an_absent_id_column_is_suggested_against(tmp_path: Path) -> None:

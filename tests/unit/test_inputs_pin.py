@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
 from pathlib import Path
@@ -96,6 +98,33 @@ def test_a_hard_link_outlives_deletion_and_replacement(tmp_path: Path, *, replac
     verify_pin(pin, links=links)
     with open_pinned(InputSpec(path=(str(path),)), pin, links=links) as data:
         assert data.read_rows([7]) == [{"id": "r7"}]
+
+
+def test_of_a_symbolic_link_the_file_is_kept(tmp_path: Path) -> None:
+    blob = write_parquet(tmp_path / "blob.parquet")
+    path, links = tmp_path / "a.parquet", tmp_path / "links"
+    path.symlink_to(blob)
+    pin = pin_of(path)
+
+    keep_input(pin, {}, links)
+    blob.unlink()
+
+    verify_pin(pin, links=links)
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EROFS, errno.EIO])
+def test_what_a_file_system_cannot_sync_is_pinned_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    path = write_parquet(tmp_path / "a.parquet")
+    pin, may_fail = pin_of(path), number == errno.EIO
+
+    def refuse(_: Path) -> None:
+        raise OSError(number, "refused")
+
+    monkeypatch.setattr("batchrun.jobs.pin.sync_file", refuse)
+    with pytest.raises(DataError, match="refused") if may_fail else contextlib.nullcontext():
+        keep_input(pin, {}, tmp_path / "links")
 
 
 def test_pinning_reports_its_progress(tmp_path: Path) -> None:

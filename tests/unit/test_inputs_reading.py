@@ -6,6 +6,7 @@ import csv
 import gzip
 import json
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -155,6 +156,39 @@ def test_jsonl_columns_have_one_type_over_the_whole_file(tmp_path: Path) -> None
         "n": "int64", "f": "double", "mixed": "string", "nested": "string", "flag": "bool"
     }  # fmt: skip
     assert batch.column("nested").to_pylist() == ['{"k": 1}', "[1]"]
+
+
+def test_a_file_of_nulls_leaves_a_column_the_type_that_others_give_it(tmp_path: Path) -> None:
+    write_rows(tmp_path / "a.jsonl", [{"n": None, "m": None}])
+    write_rows(tmp_path / "b.jsonl", [{"n": 1, "m": None}])
+
+    with open_path(tmp_path / "*.jsonl") as data:
+        batches = [batch for _, batch in data.iter_batches()]
+
+    assert all(batch.schema.types == [pa.int64(), pa.string()] for batch in batches)
+    assert [batch.to_pylist()[0]["n"] for batch in batches] == [None, 1]
+
+
+def test_more_files_than_a_process_may_open_at_first_are_read(tmp_path: Path) -> None:
+    for number in range(200):
+        (tmp_path / f"{number}.jsonl").write_text('{"n": 1}\n')
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (100, limits[1]))
+    try:
+        with open_path(tmp_path / "*.jsonl") as data:
+            assert data.num_rows == 200
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_views_of_text_are_text(tmp_path: Path) -> None:
+    views = {"a": pa.array(["x", "y"], type=pa.string_view()), "b": [1, 2]}
+    pq.write_table(pa.table(views), tmp_path / "a.parquet")
+
+    with open_path(tmp_path / "a.parquet") as data:
+        assert data.schema(["a"]).field("a").type == pa.string()
+        assert [row for _, rows in data.iter_rows() for row in rows] == data.read_rows([0, 1])
+        assert data.read_rows([1], ["a"]) == [{"a": "y"}]
 
 
 def test_parquet_values_become_native(tmp_path: Path) -> None:

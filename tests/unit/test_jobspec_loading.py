@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import glob
 import json
 from pathlib import Path
 
 import pytest
 
 from batchrun.errors import DataError, JobSpecError
-from batchrun.jobs.job_file import load_job_file
+from batchrun.jobs.job_file import input_files, load_job_file
+from batchrun.jobs.prompts.template import _image_folders
 from batchrun.jobs.spec import MIN_WEIGHT, JobSpec
 from batchrun.pool.deadlines import JobWork, tokens_ahead
 
@@ -44,6 +46,30 @@ def test_input_is_relative_to_the_file_and_output_to_the_caller(tmp_path: Path) 
     spec = load_job_file(write_job(tmp_path), cwd=tmp_path / "elsewhere")
     assert spec.input.path == (str(tmp_path / "data" / "loogle.parquet"),)
     assert spec.output.path == str(tmp_path / "elsewhere" / "results" / "loogle.parquet")
+
+
+@pytest.mark.parametrize("written", ["*.jsonl", "../run[[]1]/a.jsonl", "a.jsonl"])
+def test_the_folder_of_a_job_file_is_no_pattern(tmp_path: Path, written: str) -> None:
+    """`run1`, which the name of the folder stands for as a pattern, has an input too."""
+    for name in ("run1", "run[1]"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.jsonl").write_text("{}\n")
+    path = tmp_path / "run[1]" / "job.yaml"
+    path.write_text(JOB.replace("../data/loogle.parquet", f'"{written}"'))
+
+    spec = load_job_file(path, cwd=tmp_path)
+
+    assert input_files(spec.input.path) == [tmp_path / "run[1]" / "a.jsonl"]
+    (tmp_path / "run[1]" / "a.jsonl").unlink()
+    with pytest.raises(DataError, match=r"run\[1\].*: (no such file|no file matches)"):
+        input_files(load_job_file(path, cwd=tmp_path).input.path)
+
+
+def test_images_beside_a_job_in_such_a_folder_stay_within_it(tmp_path: Path) -> None:
+    (tmp_path / "run[1]" / "data").mkdir(parents=True)
+    pattern = str(Path(glob.escape(str(tmp_path / "run[1]")), "data", "*.jsonl"))
+
+    assert _image_folders([pattern]) == [tmp_path / "run[1]" / "data"]
 
 
 def test_defaults_are_those_of_the_manual(tmp_path: Path) -> None:

@@ -8,20 +8,28 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal
 
 import pandas as pd
 import polars as pl
 import pytest
-from pydantic import BaseModel
+from pydantic import BaseModel, JsonValue
 
 import batchrun
+from batchrun.control.submitting import find_same, prepare
+from batchrun.daemon.opening import request_keys
 from batchrun.errors import DataError, InputError
+from batchrun.home import Home
+from batchrun.jobs.inputs.input_data import open_input
 from batchrun.jobs.prompts.template import RequestTemplate
+from batchrun.jobs.spec import InputSpec
 from batchrun.python.asking import Question
 from batchrun.python.frames import frame_of, frame_of_rows, kept_rows
 from batchrun.python.schemas import parsed, response_format
+from batchrun.store import jobs
+from batchrun.store.database import open_store
 
 
 class Tone(enum.Enum):
@@ -112,6 +120,51 @@ def test_equal_questions_about_equal_rows_are_equal_jobs(tmp_path: Path) -> None
     assert [each.name for each in tmp_path.iterdir() if each.name.startswith(".")] == []
 
 
+ORDERS: tuple[dict[str, JsonValue], ...] = (
+    {"reasoning": {}, "answer": {}},
+    {"answer": {}, "reasoning": {}},
+)
+
+
+def test_a_schema_keeps_the_order_of_its_fields(tmp_path: Path) -> None:
+    table = pl.DataFrame({"text": ["a"]})
+    path = kept_rows(table, tmp_path)
+    specs = [
+        Question("{{ text }}", request={"form": order}).spec(path, tmp_path) for order in ORDERS
+    ]
+    keys = [request_keys(spec, open_input(spec.input)).tolist() for spec in (*specs, specs[0])]
+
+    assert [json.dumps(spec.request["form"]) for spec in specs] == list(map(json.dumps, ORDERS))
+    assert specs[0].output.path != specs[1].output.path
+    assert keys[0] == keys[2] != keys[1]
+
+
+def test_an_unfinished_job_with_its_fields_in_another_order_is_not_the_same(
+    tmp_path: Path,
+) -> None:
+    pl.DataFrame({"text": ["a"]}).write_parquet(tmp_path / "rows.parquet")
+    home = Home(tmp_path / "home")
+    home.create()
+    made = []
+    for order in ("{type: a, name: b}", "{type: a, name: b}", "{name: b, type: a}"):
+        (tmp_path / "job.yaml").write_text(JOB.replace("ORDER", order))
+        job = prepare(tmp_path / "job.yaml", home, is_shown=False)
+        made.append(find_same(job, home) is not None)
+        if len(made) == 1:
+            with closing(open_store(home.store_location)) as store:
+                jobs.create(store, job, now_s=0.0)
+
+    assert made == [False, True, False]
+
+
+JOB = """\
+name: ordered
+input: {path: rows.parquet, messages: [{role: user, content: "{{ text }}"}]}
+request: {extra: ORDER, seed: 1}
+output: {path: out.parquet}
+"""
+
+
 def test_pandas_keeps_index_column_names_and_whole_numbers_beside_nulls() -> None:
     frame = pd.DataFrame({"text": ["a", None], 7: [1, 2]}, index=["x", "x"])
 
@@ -131,6 +184,70 @@ def test_rows_in_plain_python_may_lack_keys() -> None:
         (1, None),
         (None, "x"),
     ]
+
+
+TOOLS: list[list[Any]] = [
+    [{"a": {"type": "x"}}, {"b": [1]}],
+    [[{"role": "user", "content": "hi"}], [{"role": "assistant", "tool_calls": [{"id": "1"}]}]],
+    [{"b": 1, "a": 2}, {"a": 1, "b": 2}],
+    [1, 2.5],
+    [True, 0],
+    [1, "x", None],
+    [[1, "x"], [{"deep": None}]],
+    [2**70, 1],
+    [{"n": 1}, {"n": None}],
+    [[1, 2], []],
+]
+
+
+@pytest.mark.parametrize("values", TOOLS)
+@pytest.mark.parametrize("kind", ["rows", "pandas"])
+def test_a_row_is_read_as_it_was_given_whatever_others_hold(
+    tmp_path: Path, values: list[Any], kind: str
+) -> None:
+    rows = [{"t": value, "text": "a"} for value in values]
+    series = pd.Series(values, dtype=object)
+    frame = frame_of_rows(rows) if kind == "rows" else frame_of(pd.DataFrame({"t": series}))
+
+    path = kept_rows(frame.select(["t"]), tmp_path)
+    with open_input(InputSpec(path=(str(path),))) as data:
+        read = [row["t"] for _, rows in data.iter_rows(["t"]) for row in rows]
+        picked = data.read_rows([len(values) - 1, 0], ["t"])
+
+    assert [repr(value) for value in read] == [repr(value) for value in values]
+    assert [row["t"] for row in picked] == [values[-1], values[0]]
+
+
+def test_values_of_one_form_have_a_type_of_their_own() -> None:
+    rows = [{"day": datetime.date(2026, 1, 2), "box": {"raw": b"x", "n": 1}, "list": ["a"]}] * 2
+
+    table = frame_of_rows(rows).select(["day", "box", "list"])
+
+    kinds = [pl.Date(), pl.Struct({"raw": pl.Binary(), "n": pl.Int64()}), pl.List(pl.String())]
+    assert table.dtypes == kinds
+
+
+@pytest.mark.parametrize("failure", [pl.exceptions.PanicException, OverflowError])
+def test_what_a_library_raises_on_a_frame_is_a_line(
+    failure: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: object) -> None:
+        raise failure("no such\nthing")
+
+    monkeypatch.setattr(pl, "from_pandas", refuse)
+    monkeypatch.setattr(pl, "from_arrow", refuse)
+
+    with pytest.raises(DataError, match=r"^column 'n' of the frame cannot be read: no such thing$"):
+        frame_of(pd.DataFrame({"n": [1]})).select(["n"])
+    with pytest.raises(DataError, match=r"^the columns of the table .*: no such thing$"):
+        frame_of(pl.DataFrame({"n": [1]}).to_arrow()).select(["n"])
+
+
+def test_bytes_among_other_values_are_refused(tmp_path: Path) -> None:
+    table = frame_of_rows([{"a": b"x"}, {"a": "x"}]).select(["a"])
+
+    with pytest.raises(DataError, match=r"^the rows cannot be written as Parquet: a bytes within"):
+        kept_rows(table, tmp_path)
 
 
 def test_what_no_file_can_hold_is_refused_in_a_line(tmp_path: Path) -> None:

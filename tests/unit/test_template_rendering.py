@@ -52,6 +52,12 @@ def test_the_body_has_model_messages_and_request_fields() -> None:
     }
 
 
+@pytest.mark.parametrize("text", ["{{ n }}{# note #}", "{# note #}{{ n }}"])
+def test_a_note_beside_an_expression_makes_text_of_it(text: str) -> None:
+    template = make_template(request={"stop": text})
+    assert template.render({"q": "why?", "n": 7}, row_number=0)["stop"] == "7"
+
+
 def test_only_the_columns_in_templates_are_used() -> None:
     template = make_template("{{ text }} {{ q }}", request={"seed": "{{ n }}"})
     assert template.columns_used == ("q", "n", "text")

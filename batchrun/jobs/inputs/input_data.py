@@ -19,6 +19,7 @@ import pyarrow as pa
 import xxhash
 
 from batchrun.errors import DataError, JobSpecError, shortened, suggestion
+from batchrun.files import allow_many_open_files
 from batchrun.jobs.inputs.parquet import ParquetInput
 from batchrun.jobs.inputs.rows import BATCH_BYTES, InputFile, Row, Undecodable
 from batchrun.jobs.inputs.text_files import CsvInput, JsonArrayInput, JsonlInput, TsvInput
@@ -43,11 +44,44 @@ class InputData:
         self.columns = tuple(dict.fromkeys(name for file in files for name in file.columns))
         self._starts = np.concatenate([[0], np.cumsum([file.num_rows for file in files])])
         self.num_rows = int(self._starts[-1])
+        self._lacking = {
+            name: file.path
+            for file in files
+            if not isinstance(file, JsonlInput)
+            for name in set(self.columns) - set(file.columns)
+        }
+
+    def _named(self, columns: Sequence[str] | None) -> tuple[str, ...]:
+        """These columns, or all. Raises DataError where a file that must have one does not."""
+        names = self.columns if columns is None else tuple(columns)
+        for name in names:
+            if name in self._lacking:
+                path = self._lacking[name]
+                raise DataError(f"{path}: has no column {name!r}, which another file has")
+        return names
 
     def schema(self, columns: Sequence[str]) -> pa.Schema:
         """The Arrow types of `columns` in every batch; reads the rows of JSONL files once."""
+        self._named(columns)
         schemas = [file.schema(columns) for file in self._files]
-        return pa.schema([_common_field(name, schemas) for name in columns])
+        fields = [_common_field(name, schemas) for name in columns]
+        if any(isinstance(file, JsonlInput) for file in self._files):
+            fields = [
+                pa.field(each.name, pa.string()) if pa.types.is_null(each.type) else each
+                for each in fields
+            ]
+        return pa.schema(fields)
+
+    def check_types(self, columns: Sequence[str], *, is_one_table: bool) -> None:
+        """Raises DataError where a Parquet file has one of `columns` in a type that cannot be read,
+        or, for one table, none that goes with those of the others. Reads none of their rows."""
+        files = [file for file in self._files if isinstance(file, ParquetInput)]
+        for file in files:
+            file.schema(self._named(columns))
+        if is_one_table and files:
+            schema = self.schema(columns)
+            for file in files:
+                file.check_fits(schema)
 
     def iter_batches(
         self, columns: Sequence[str] | None = None, *, max_bytes: int = BATCH_BYTES
@@ -56,7 +90,7 @@ class InputData:
 
         None means all columns. Memory does not grow with the size of the input.
         """
-        names = self.columns if columns is None else tuple(columns)
+        names = self._named(columns)
         schema = self.schema(names)
         for start, file in zip(self._starts.tolist(), self._files, strict=False):
             for first_row, batch in file.iter_batches(names, schema, max_bytes):
@@ -66,14 +100,14 @@ class InputData:
         self, columns: Sequence[str] | None = None, *, max_bytes: int = BATCH_BYTES
     ) -> Iterator[tuple[int, list[Row]]]:
         """Like `iter_batches`, as the native values that a template sees."""
-        names = self.columns if columns is None else tuple(columns)
+        names = self._named(columns)
         for start, file in zip(self._starts.tolist(), self._files, strict=False):
             for first_row, rows in file.iter_rows(names, max_bytes):
                 yield start + first_row, rows
 
     def read_rows(self, rows: Sequence[int], columns: Sequence[str] | None = None) -> list[Row]:
         """The given rows, in any order, in the order given. Raises IndexError out of range."""
-        names = self.columns if columns is None else tuple(columns)
+        names = self._named(columns)
         wanted = np.asarray(rows, dtype=np.int64)
         if len(wanted) and not 0 <= wanted.min() <= wanted.max() < self.num_rows:
             raise IndexError(f"rows must lie within 0 and {self.num_rows - 1}")
@@ -230,6 +264,8 @@ _SUFFIXES = {
     ".json": "json",
 }
 _SPREADSHEETS = frozenset({".xlsx", ".xls", ".xlsm", ".ods"})
+MANY_FILES = 100
+"""An input of more files may need more at once than a process is given."""
 BATCH_COLUMNS = ("custom_id", "method", "url", "body")
 
 
@@ -255,6 +291,17 @@ def check_columns(spec: JobSpec, data: InputData) -> None:
             raise JobSpecError(f"{place}: {no_column(column, data.columns)}")
 
 
+def check_kept(spec: JobSpec, data: InputData) -> None:
+    """Raises JobSpecError when the output could not hold a column that `output.keep` names."""
+    check_columns(spec, data)
+    for index, column in enumerate(spec.output.keep):
+        try:
+            data.check_types([column], is_one_table=spec.output.path.endswith(".parquet"))
+        except DataError as error:
+            place = spec.where(f"output.keep[{index}]")
+            raise JobSpecError(f"{place}: {column!r} cannot be kept: {error}") from None
+
+
 def no_column(column: str, columns: Sequence[str]) -> str:
     """`the input has no column 'x' ...; its columns are a, b`."""
     if not columns:
@@ -266,6 +313,8 @@ def no_column(column: str, columns: Sequence[str]) -> str:
 
 def _open_all(spec: InputSpec, paths: Sequence[Path]) -> InputData:
     opened: list[InputFile] = []
+    if len(paths) > MANY_FILES:
+        allow_many_open_files()
     try:
         for path in paths:
             opened.append(_open_one(spec, path))

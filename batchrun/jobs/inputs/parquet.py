@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -23,6 +24,9 @@ from batchrun.jobs.inputs.rows import (
     native_rows,
 )
 
+JSON_COLUMNS = "batchrun.json"
+"""Where a file names, as a JSON list, its columns of JSON text that stands for other values."""
+
 _MAGIC = b"PAR1"
 _BUFFER_BYTES = 1 << 20
 _MAX_BATCH_ROWS = 8192
@@ -39,6 +43,7 @@ class ParquetInput(InputFile):
         self._file = _open(path)
         schema: pa.Schema = self._file.schema_arrow
         self.columns: tuple[str, ...] = tuple(schema.names)
+        self._as_json = _json_columns(path, self._file.metadata.metadata)
         self.num_rows: int = self._file.metadata.num_rows
         groups = range(self._file.num_row_groups)
         self._group_rows = [self._file.metadata.row_group(group).num_rows for group in groups]
@@ -50,12 +55,18 @@ class ParquetInput(InputFile):
         """The file's own types of `columns`; DataError for a type that cannot be used."""
         fields = [self._file.schema_arrow.field(name) for name in columns]
         for field in fields:
-            if not _is_usable(field.type):
+            if not _is_usable(_without_view(field.type)):
                 raise DataError(
                     f"{self.path}: column {field.name!r} has type {field.type}, which cannot be "
                     "used; convert it to text, numbers, lists or structs"
                 )
-        return pa.schema(fields)
+        return pa.schema([field.with_type(_without_view(field.type)) for field in fields])
+
+    def check_fits(self, schema: pa.Schema) -> None:
+        """Raises DataError where columns can never have these types, whatever they hold."""
+        own = self.schema(schema.names)
+        nothing = [pa.array([], type=field.type) for field in own]
+        self._fitted(pa.RecordBatch.from_arrays(nothing, schema=own), schema)
 
     def iter_batches(
         self, columns: Sequence[str], schema: pa.Schema, max_bytes: int
@@ -67,6 +78,11 @@ class ParquetInput(InputFile):
                 _refuse_huge_rows(self.path, first_row, batch)
                 yield first_row, self._fitted(batch, schema)
                 first_row += batch.num_rows
+
+    def iter_rows(self, columns: Sequence[str], max_bytes: int) -> Iterator[tuple[int, list[Row]]]:
+        """Like `iter_batches`, as native values."""
+        for first_row, rows in super().iter_rows(columns, max_bytes):
+            yield first_row, self._told(rows)
 
     def read_rows(self, rows: Sequence[int], columns: Sequence[str]) -> list[Row]:
         """The given rows in the given order; slow where they lie in large row groups."""
@@ -86,7 +102,18 @@ class ParquetInput(InputFile):
                         picked = native_rows(batch.take(pa.array(inside - first)))
                     found.update(zip(inside.tolist(), picked, strict=True))
                 first += batch.num_rows
-        return [found[row] for row in rows]
+        return self._told([found[row] for row in rows])
+
+    def _told(self, rows: list[Row]) -> list[Row]:
+        """The rows with what their columns of JSON text stand for."""
+        for name in self._as_json & rows[0].keys() if rows else ():
+            for row in rows:
+                if isinstance(text := row[name], str):
+                    try:
+                        row[name] = json.loads(text)
+                    except (ValueError, RecursionError):
+                        raise DataError(f"{self.path}: column {name!r} is not JSON") from None
+        return rows
 
     def chunk_sizes(self, columns: Sequence[str]) -> list[tuple[int, int]]:
         """(rows, about how many decoded bytes) of each row group."""
@@ -118,9 +145,10 @@ class ParquetInput(InputFile):
             return
         batch_rows = self._batch_rows(group, columns, max_bytes)
         with _readable(self.path):
-            yield from self._file.iter_batches(
+            batches = self._file.iter_batches(
                 batch_size=batch_rows, row_groups=[group], columns=list(columns), use_threads=False
             )
+            yield from map(_without_views, batches)
 
     def _batch_rows(self, group: int, columns: Sequence[str], max_bytes: int) -> int:
         """Rows per batch so that one decodes to about `max_bytes`."""
@@ -166,7 +194,8 @@ class ParquetInput(InputFile):
         if (group, columns) not in self._cache:
             with _readable(self.path):
                 table = self._file.read_row_group(group, columns=list(columns), use_threads=False)
-            self._cache[group, columns] = table.combine_chunks().to_batches()[0]
+            whole = _without_views(table.combine_chunks().to_batches()[0])
+            self._cache[group, columns] = whole
         self._cache.move_to_end((group, columns))
         while len(self._cache) > 1 and sum(b.nbytes for b in self._cache.values()) > CACHE_BYTES:
             self._cache.popitem(last=False)
@@ -186,6 +215,13 @@ def _open(path: Path) -> pq.ParquetFile:
         return pq.ParquetFile(path, pre_buffer=False, buffer_size=_BUFFER_BYTES)
 
 
+def _json_columns(path: Path, marks: Mapping[bytes, bytes] | None) -> frozenset[str]:
+    try:
+        return frozenset(json.loads((marks or {}).get(JSON_COLUMNS.encode(), b"[]")))
+    except (ValueError, TypeError):
+        raise DataError(f"{path}: its mark {JSON_COLUMNS} is no list of columns") from None
+
+
 @contextlib.contextmanager
 def _readable(path: Path) -> Iterator[None]:
     try:
@@ -203,6 +239,19 @@ def _refuse_huge_rows(path: Path, first_row: int, batch: pa.RecordBatch) -> None
             raise DataError(
                 f"{path}: row {first_row + index} holds over {ROW_LIMIT_BYTES >> 20} MiB"
             )
+
+
+def _without_view(kind: pa.DataType) -> pa.DataType:
+    if pa.types.is_string_view(kind):
+        return pa.string()
+    return pa.binary() if pa.types.is_binary_view(kind) else kind
+
+
+def _without_views(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """The batch with text where Arrow has views of text, which it cannot pick rows of."""
+    fields = [field.with_type(_without_view(field.type)) for field in batch.schema]
+    schema = pa.schema(fields)
+    return batch if schema == batch.schema else batch.cast(schema)
 
 
 def _is_usable(kind: pa.DataType) -> bool:

@@ -180,7 +180,8 @@ class JsonlInput(TextFile):
         super().__init__(path)
 
     def schema(self, columns: Sequence[str]) -> pa.Schema:
-        """The Arrow types of `columns`; the first call for a column reads the whole file."""
+        """The Arrow types of `columns`, null for one without a value; the first call for a column
+        reads the whole file."""
         missing = [name for name in columns if name not in self._types]
         if missing:
             seen: dict[str, set[type]] = {name: set() for name in missing}
@@ -297,11 +298,13 @@ def _kind_of(value: object) -> type:
 
 def _arrow_type(kinds: set[type]) -> pa.DataType:
     kinds = kinds - {NoneType}
+    if not kinds:
+        return pa.null()
     if kinds == {int}:
         return pa.int64()
     if kinds == {bool}:
         return pa.bool_()
-    return pa.float64() if kinds and kinds <= {int, float} else pa.string()
+    return pa.float64() if kinds <= {int, float} else pa.string()
 
 
 class CsvInput(TextFile):

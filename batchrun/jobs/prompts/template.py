@@ -12,7 +12,7 @@ from batchrun.errors import JobSpecError
 from batchrun.files import is_url
 from batchrun.jobs.inputs.input_data import BATCH_COLUMNS, no_column
 from batchrun.jobs.inputs.rows import Row
-from batchrun.jobs.job_file import CONTENT_KEYS, content_template, find_problems
+from batchrun.jobs.job_file import CONTENT_KEYS, content_template, find_problems, unescaped
 from batchrun.jobs.prompts.templating import Compiler, Renderer, make_environment
 from batchrun.jobs.spec import JobSpec
 from batchrun.media.images import IMAGE_CODE, ImageError, check_media
@@ -130,7 +130,8 @@ def _image_folders(paths: Sequence[str]) -> list[Path]:
             continue
         folder = Path(path).parent
         while glob.has_magic(str(folder)) and not folder.exists():
-            folder = folder.parent
+            literal = Path(unescaped(str(folder)))
+            folder = literal if literal.exists() else folder.parent
         folders[folder] = None
     return list(folders)
 

@@ -105,7 +105,8 @@ def single_expression(environment: JobEnvironment, text: str) -> str | None:
     """The expression of a template that is one `{{ expression }}` and nothing else."""
     stripped = text.strip()
     body = environment.parse(stripped).body
-    if len(body) != 1 or not isinstance(body[0], nodes.Output) or not stripped.startswith("{{"):
+    is_whole = stripped.startswith("{{") and stripped.endswith("}}")
+    if len(body) != 1 or not isinstance(body[0], nodes.Output) or not is_whole:
         return None
     parts = body[0].nodes
     if len(parts) != 1 or isinstance(parts[0], nodes.TemplateData):
