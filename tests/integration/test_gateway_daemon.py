@@ -100,7 +100,7 @@ async def test_a_long_answer_comes_whole(tmp_path: Path) -> None:
 
 
 async def test_an_upload_that_stalls_is_408_and_breaks_off_at_the_daemon(tmp_path: Path) -> None:
-    head = b"POST /v1/files HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\nabc"
+    head = b"POST /v1/files HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10\r\n\r\nabc"
     async with rig(tmp_path, "--body-idle-s", "0.2") as (daemon, gateway):
         answer = await gateway.raw(head)
         await until(lambda: daemon.num_hung_up == 1)
@@ -112,7 +112,7 @@ async def test_an_upload_that_stalls_is_408_and_breaks_off_at_the_daemon(tmp_pat
 async def test_a_caller_that_hangs_up_breaks_off_at_the_daemon(tmp_path: Path) -> None:
     async with rig(tmp_path) as (daemon, gateway):
         _, writer = await asyncio.open_connection("127.0.0.1", int(gateway.url.rpartition(":")[2]))
-        writer.write(b"POST /v1/files HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\nabc")
+        writer.write(b"POST /v1/files HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10\r\n\r\nabc")
         await until(lambda: len(daemon.seen) == 1)
         writer.close()
         await until(lambda: daemon.num_hung_up == 1)
