@@ -43,6 +43,7 @@ from batchrun.server.gateway.bodies import (
     HeldBody,
     SteeredBody,
     fill_images,
+    let_others,
     read_body,
     read_call_body,
 )
@@ -265,6 +266,7 @@ class Gateway:
         most_bytes, idle_s = limits.max_body_bytes, limits.body_idle_s
         body = await read_body(request, max_bytes=most_bytes, idle_s=idle_s, held=held)
         body = await fill_images(body, self._images, held, "" if key is None else key.id)
+        await let_others(body)
         call = _call(
             request,
             request_id,
