@@ -306,7 +306,7 @@ class Opener:
         await until_stored(batches.fail, self.store, batch_id, found, now_s=time.time())
 
     async def _check_lines(
-        self, batch: BatchRecord, models: set[str], progress: ProgressSink
+        self, batch: BatchRecord, models: frozenset[str], progress: ProgressSink
     ) -> ValidInput | list[BatchError]:
         """Waits while object storage, the disk or the store does not let it."""
         assert self.files is not None

@@ -218,7 +218,7 @@ def may_hold(body: bytes, *keys: bytes) -> bool:
     )
 
 
-def _is_too_much(text: bytes) -> bool:
+def is_too_much(text: bytes) -> bool:
     """Whether a JSON text holds so many values that reading it takes long; what stands in its texts
     is none."""
     num = _num_values(text)
@@ -257,7 +257,7 @@ def _value(part: Any) -> Any:
 
 
 def _parse(text: bytes) -> Any:
-    if _is_too_much(text):
+    if is_too_much(text):
         raise RefusalError(
             413,
             f"images and hints may stand among {MAX_VALUES:,} values at most, and as many may be "
