@@ -11,6 +11,7 @@ import json
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -49,7 +50,7 @@ from batchrun.store.api_keys import NO_LIMITS, ApiKeyRecord, KeyLimits, limits_o
 from batchrun.store.batches import BatchError, BatchRecord, ValidInput
 from batchrun.store.database import Store
 from batchrun.store.jobs import JobRecord
-from batchrun.types import JobState, Outcome, OutcomeKind, ProgressSink
+from batchrun.types import EnginePhase, JobState, Outcome, OutcomeKind, ProgressSink
 
 ROWS_PER_COMMIT = 1_000
 
@@ -229,6 +230,9 @@ def take_up_job(
 
 
 ENGINE_INTERVAL_S = 0.5
+MAX_UNTOLD = 5
+"""An engine that is ready and did not tell its models, asked so often, takes rows of any."""
+MODEL_NOT_FOUND = "model_not_found"
 STORAGE_INTERVAL_S = 5.0
 MAX_OPENINGS = 2
 """Inputs that are read at once: a line of each is in memory."""
@@ -288,8 +292,7 @@ class Opener:
         )
         found: ValidInput | list[BatchError] = check_input(batch, file)
         if file is not None and not found:
-            models = await self._served_models(record, progress)
-            found = await self._check_lines(batch, models, progress)
+            found = await self._check_for_engines(batch, progress)
         with suppress(StateError):
             await self._conclude(record.id, found, owner)
         now = await until_reached(jobs.get, self.store, record.id)
@@ -311,7 +314,7 @@ class Opener:
         await until_stored(batches.fail, self.store, batch_id, found, now_s=time.time())
 
     async def _check_lines(
-        self, batch: BatchRecord, models: set[str], progress: ProgressSink
+        self, batch: BatchRecord, models: frozenset[str], progress: ProgressSink
     ) -> ValidInput | list[BatchError]:
         """Waits while object storage, the disk or the store does not let it."""
         assert self.files is not None
@@ -331,18 +334,70 @@ class Opener:
                 progress(f"validating, waiting for the input: {error}", 0, 0)
                 await asyncio.sleep(STORAGE_INTERVAL_S)
 
-    async def _served_models(self, record: JobRecord, progress: ProgressSink) -> set[str]:
-        """What the engines serve; waits for one that tells, while the job is still validated."""
+    async def _check_for_engines(
+        self, batch: BatchRecord, progress: ProgressSink
+    ) -> ValidInput | list[BatchError]:
+        """A model is unknown only once every engine has told what it serves; until then the batch
+        waits, unless more is wrong with it."""
+        served = _Served()
         while True:
-            models: set[str] = set()
-            for slot in self.slots:
-                models.update(slot.models or ())
-                with suppress(EngineError):
-                    models.update(await slot.engine.client.models())
-            if models:
-                return models
+            served = await self._served_models(batch.job, progress, served)
+            found = await self._check_lines(batch, served.models, progress)
+            if served.is_all or isinstance(found, ValidInput):
+                return found
+            if others := [error for error in found if error.code != MODEL_NOT_FOUND]:
+                return others
+
+    async def _served_models(
+        self, record: JobRecord, progress: ProgressSink, before: _Served
+    ) -> _Served:
+        """What the engines serve: as soon as it is more than `before` or all, or the job is not
+        validated any more."""
+        num_untold = Counter[int]()
+        while True:
+            told = await asyncio.gather(*map(_ask_for_models, self.slots))
+            is_whole = True
+            models = frozenset[str]()
+            for number, (slot, names) in enumerate(zip(self.slots, told, strict=True)):
+                is_ready = slot.engine.state is EnginePhase.READY
+                num_untold[number] = num_untold[number] + 1 if is_ready and names is None else 0
+                if names == () or (_may_serve_any(slot) and num_untold[number] >= MAX_UNTOLD):
+                    return _Served(_AnyModel(), is_all=True)
+                models |= {*(names or ()), *(slot.models or ())}
+                is_whole &= bool(names or slot.models or slot.is_off)
             now = await until_reached(jobs.get, self.store, record.id)
             if now.state is not JobState.VALIDATING:
-                return models
-            progress("waiting for an engine", 0, 0)
+                return _Served(models, is_all=True)
+            if models and (is_whole or models != before.models):
+                return _Served(models, is_all=is_whole)
+            which = "engines that may have its model" if models else "an engine"
+            progress(f"waiting for {which}", 0, 0)
             await asyncio.sleep(ENGINE_INTERVAL_S)
+
+
+class _AnyModel(frozenset[str]):
+    """All models that there are."""
+
+    def __contains__(self, _: object) -> bool:
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class _Served:
+    """Models that engines have told; `is_all`: none that is to come has others."""
+
+    models: frozenset[str] = frozenset()
+    is_all: bool = False
+
+
+async def _ask_for_models(slot: Slot) -> tuple[str, ...] | None:
+    """None where the engine does not tell now."""
+    try:
+        return await slot.engine.client.models()
+    except EngineError:
+        return None
+
+
+def _may_serve_any(slot: Slot) -> bool:
+    """Whether nothing is known of the engine's models, so that silence says that it has any."""
+    return slot.models == () and slot.expected_model is None

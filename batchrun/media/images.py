@@ -26,7 +26,8 @@ FORMATS = ("PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF")
 MEDIA_KEYS = {"image_url": "image", "audio_url": "audio", "video_url": "video", "file_url": "file"}
 """The keys by which a part of a message names what is not text, and what that is."""
 _KEYS, _NESTED = frozenset(MEDIA_KEYS), frozenset({dict, list})
-_PLACES = ("messages", "input")
+MEDIA_PLACES = ("messages", "input")
+"""Where in a body parts may be that name what is not text."""
 _CACHE_NAME = "uuid"
 _ORIENTATION, _LYING = 0x0112, frozenset({5, 6, 7, 8})
 """The EXIF tag of how a camera was held, and the values that swap width and height."""
@@ -99,7 +100,7 @@ def data_url(raw: bytes) -> str:
 def media_urls(body: Mapping[str, object]) -> Iterator[tuple[str, str]]:
     """(kind, address) of all that a chat or a response names besides its text: `image`, `audio`,
     `video`, `file`."""
-    waiting = [body[key] for key in _PLACES if key in body]
+    waiting = [body[key] for key in MEDIA_PLACES if key in body]
     while waiting:
         value = waiting.pop()
         if value.__class__ is dict:
@@ -124,7 +125,7 @@ def with_urls(body: Mapping[str, Any], change: Callable[[str, str], str]) -> dic
 
     What has none is shared with `body`, which stays as it is.
     """
-    changed = {key: _with_urls(body[key], change) for key in _PLACES if key in body}
+    changed = {key: _with_urls(body[key], change) for key in MEDIA_PLACES if key in body}
     return {**body, **changed}
 
 
@@ -153,12 +154,16 @@ def without_cache_names(body: dict[str, Any]) -> dict[str, Any]:
     An engine looks its caches up by that name in the place of the content: who sends one could read
     what others sent, or have them read something else.
     """
-    parts = [part for place in _PLACES for part in _parts_of(body.get(place))]
+    parts = [part for place in MEDIA_PLACES for part in _parts_of(body.get(place))]
     if not any(_CACHE_NAME in part for part in parts):
         return body
     return {
         **body,
-        **{place: _unnamed(body[place]) for place in _PLACES if any(_parts_of(body.get(place)))},
+        **{
+            place: _unnamed(body[place])
+            for place in MEDIA_PLACES
+            if any(_parts_of(body.get(place)))
+        },
     }
 
 

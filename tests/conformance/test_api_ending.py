@@ -248,7 +248,7 @@ def drop_the_answer(port: int, fields: dict[str, Any], headers: dict[str, str]) 
     head = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
     with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
         connection.sendall(
-            f"POST /v1/batches HTTP/1.1\r\nHost: here\r\nContent-Length: {len(content)}\r\n"
+            f"POST /v1/batches HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}\r\n"
             f"Content-Type: application/json\r\n{head}\r\n".encode()
             + content
         )

@@ -216,7 +216,7 @@ def test_what_cannot_be_answered_wears_the_envelope(
     shared_rig: DeploymentRig, method: str, path: str, status: int, param: str, code: str
 ) -> None:
     # httpx would tidy the path up.
-    head = f"{method} /v1{path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+    head = f"{method} /v1{path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
     with socket.create_connection(("127.0.0.1", shared_rig.port), timeout=30) as connection:
         connection.sendall(head.encode())
         reply = b"".join(iter(lambda: connection.recv(65_536), b""))

@@ -66,7 +66,8 @@ async def test_an_unknown_class_is_refused_with_the_known_ones(tmp_path: Path) -
     async with rig(tmp_path, **SCHEDULED) as (engine, gateway):
         for names in (["none"], ["fast", "slow"], [""]):
             lines = "".join(f"x-batchrun-class: {name}\r\n" for name in names)
-            head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\nConnection: close\r\n"
+            head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n"
+            head += "Connection: close\r\n"
             answers.append(await gateway.raw(f"{head}{lines}\r\n{{}}".encode()))
 
     for answer in answers:

@@ -23,6 +23,7 @@ class Daemon:
 
     seen: list[web.Request] = field(default_factory=list)
     num_hung_up: int = 0
+    may_answer: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         self.seen.append(request)
@@ -33,6 +34,8 @@ class Daemon:
         except (asyncio.CancelledError, ConnectionError):
             self.num_hung_up += 1
             raise
+        if "slow" in request.query:
+            await self.may_answer.wait()
         if request.path.endswith("/content"):
             return web.Response(body=b"x" * 5_000_000)
         return web.json_response({"sha256": digest.hexdigest()}, headers={"X-Request-Id": "its"})
@@ -99,8 +102,22 @@ async def test_a_long_answer_comes_whole(tmp_path: Path) -> None:
         assert await reply.read() == b"x" * 5_000_000
 
 
+async def test_an_upload_is_waited_for_as_long_as_the_daemon_lives(tmp_path: Path) -> None:
+    times = ("--daemon-head-s", "0.05", "--body-idle-s", "0.05")
+    async with rig(tmp_path, *times) as (daemon, gateway):
+        url = gateway.url + "/v1/files?slow"
+        upload = asyncio.create_task(gateway.session.post(url, data=b"a" * 100_000))
+        await until(lambda: len(daemon.seen) == 1)
+        for _ in range(2):
+            async with gateway.session.post(gateway.url + "/v1/batches?slow", data=b"{}") as reply:
+                assert reply.status == 503
+        daemon.may_answer.set()
+        async with await upload as reply:
+            assert reply.status == 200
+
+
 async def test_an_upload_that_stalls_is_408_and_breaks_off_at_the_daemon(tmp_path: Path) -> None:
-    head = b"POST /v1/files HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\nabc"
+    head = b"POST /v1/files HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10\r\n\r\nabc"
     async with rig(tmp_path, "--body-idle-s", "0.2") as (daemon, gateway):
         answer = await gateway.raw(head)
         await until(lambda: daemon.num_hung_up == 1)
@@ -112,7 +129,7 @@ async def test_an_upload_that_stalls_is_408_and_breaks_off_at_the_daemon(tmp_pat
 async def test_a_caller_that_hangs_up_breaks_off_at_the_daemon(tmp_path: Path) -> None:
     async with rig(tmp_path) as (daemon, gateway):
         _, writer = await asyncio.open_connection("127.0.0.1", int(gateway.url.rpartition(":")[2]))
-        writer.write(b"POST /v1/files HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\nabc")
+        writer.write(b"POST /v1/files HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10\r\n\r\nabc")
         await until(lambda: len(daemon.seen) == 1)
         writer.close()
         await until(lambda: daemon.num_hung_up == 1)

@@ -166,7 +166,8 @@ async def test_body_of_many_megabytes_passes_whole(tmp_path: Path) -> None:
 async def test_upload_that_stalls_is_408(tmp_path: Path) -> None:
     async with rig(tmp_path, "--body-idle-s", "0.2") as (engine, gateway):
         head = (
-            f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\nConnection: close\r\n\r\n{{"
+            f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n"
+            "Connection: close\r\n\r\n{"
         )
         answer = await gateway.raw(head.encode())
         assert answer.startswith(b"HTTP/1.1 408")
@@ -213,8 +214,8 @@ async def test_smuggled_requests_are_refused_with_the_envelope(
     tmp_path: Path, framing: str
 ) -> None:
     async with rig(tmp_path) as (engine, gateway):
-        hidden = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{{}}"
-        head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\n{framing}\r\n\r\n0\r\n\r\n"
+        hidden = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\n{{}}"
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\n{framing}\r\n\r\n0\r\n\r\n"
         answer = await gateway.raw((head + hidden).encode())
         assert answer.split()[1] == b"400"
         assert answer.count(b"HTTP/1.") == 1

@@ -66,7 +66,7 @@ class SlowUpload:
 
 
 def _request_head() -> bytes:
-    fields = {**FORM_HEADERS, "Host": "x", "Transfer-Encoding": "chunked"}
+    fields = {**FORM_HEADERS, "Host": "localhost", "Transfer-Encoding": "chunked"}
     lines = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
     return f"POST /v1/files HTTP/1.1\r\n{lines}\r\n".encode()
 

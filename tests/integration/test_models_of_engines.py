@@ -3,33 +3,47 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 from aiohttp import web
-from test_dispatcher_abort import running_daemon
+from store_builders import add_batch
+from test_dispatcher_abort import running_daemon, slot_of
 
-from batchrun.daemon import dispatcher
+from batchrun.daemon import dispatcher, opening
 from batchrun.daemon.engine_link import EngineLink, Slot
+from batchrun.daemon.opening import Opener
 from batchrun.daemon.prices import traits_of
 from batchrun.engine.client import KvConfig
 from batchrun.engine.command import AttachedSettings
 from batchrun.engine.engine import AttachedEngine
 from batchrun.engine.sockets import EngineSockets
+from batchrun.jobs.batch import new_batch_job
+from batchrun.jobs.results.file_bytes import FileBytes
 from batchrun.pool.row_queue import Window
+from batchrun.store import files, jobs
+from batchrun.store.batches import NewBatch
+from batchrun.store.files import NewFile
+from batchrun.store.jobs import JobRecord
+from batchrun.types import EnginePhase, JobState
 from batchrun.wire import Telemetry
 
-LISTED = {"object": "list", "data": [{"id": "small"}]}
+CHAT = "/v1/chat/completions"
 
 
 @dataclass
 class Server:
-    """An engine whose list of models comes after `num_silent` requests that get no answer."""
+    """An engine whose list of models comes after `num_silent` requests that get no answer, with 404
+    while it does not tell."""
 
-    num_silent: int
+    num_silent: int = 0
+    model: str = "small"
+    tells: bool = True
     num_asked: int = 0
     let_go: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -40,7 +54,9 @@ class Server:
         self.num_asked += 1
         if self.num_asked <= self.num_silent:
             await self.let_go.wait()
-        return web.json_response(LISTED)
+        if not self.tells:
+            return web.Response(status=404)
+        return web.json_response({"object": "list", "data": [{"id": self.model}]})
 
 
 @asynccontextmanager
@@ -101,3 +117,74 @@ def test_routers_know_of_an_engine_what_it_has_told(tmp_path: Path) -> None:
 
     assert before == {}
     assert traits_of(slot, None) == {"kv_tokens": 8_000, "max_running": 8, "budget_tokens": 512}
+
+
+@asynccontextmanager
+async def opener_of(
+    folder: Path, *servers: Server, models: tuple[str, ...] | None
+) -> AsyncIterator[Opener]:
+    """Opens batches for engines that nobody else asks."""
+    async with AsyncExitStack() as stack:
+        urls = [await stack.enter_async_context(served(server)) for server in servers]
+        for number in range(len(urls)):
+            (folder / str(number)).mkdir()
+        made = [
+            await stack.enter_async_context(slot_of(folder / str(number), url, models=models))
+            for number, url in enumerate(urls)
+        ]
+        spool = folder / "files"
+        spool.mkdir()
+        slots = [slot for _, slot in made]
+        for slot in slots:
+            async with asyncio.timeout(30):
+                while slot.engine.state is not EnginePhase.READY:
+                    await asyncio.sleep(0.01)
+        yield Opener(made[0][0], slots, folder, lambda _: None, FileBytes(spool))
+
+
+def batch_for(opener: Opener, model: str) -> JobRecord:
+    """A batch of one line, which is not validated yet."""
+    assert opener.files is not None
+    line = {"custom_id": "a", "method": "POST", "url": CHAT}
+    text = json.dumps(line | {"body": {"model": model, "messages": []}}).encode()
+    file = files.add(opener.store, NewFile("in", "batch", len(text), "0" * 64, None), now_s=1.0)
+    (opener.files.spool / file.id).write_bytes(text)
+    job = new_batch_job(opener.files.spool, CHAT, deadline_s=86_400, weight=1)
+    asked = NewBatch(file.id, CHAT, "24h", None, None, "r")
+    return add_batch(opener.store, asked, job, now_s=time.time()).job
+
+
+async def test_a_batch_waits_for_the_engine_that_may_have_its_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(opening, "ENGINE_INTERVAL_S", 0.01)
+    small, large = Server(), Server(model="large", tells=False)
+    said = asyncio.Event()
+    async with opener_of(tmp_path, small, large, models=None) as opener:
+        record = batch_for(opener, "large")
+        opened = asyncio.create_task(
+            opener.open(record, lambda stage, *_: said.set() if "may have" in stage else None)
+        )
+        async with asyncio.timeout(30):
+            await said.wait()
+            large.tells = True
+            job = await opened
+        assert job is not None
+        assert job.spec.model == "large"
+        job.close()
+
+        unknown = batch_for(opener, "huge")
+        assert await opener.open(unknown, lambda *_: None) is None
+        assert jobs.get(opener.store, unknown.id).state is JobState.FAILED
+
+
+async def test_a_batch_of_any_model_runs_on_an_engine_that_never_tells_its_models(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(opening, "ENGINE_INTERVAL_S", 0.01)
+    async with opener_of(tmp_path, Server(tells=False), models=()) as opener:
+        async with asyncio.timeout(30):
+            job = await opener.open(batch_for(opener, "any"), lambda *_: None)
+        assert job is not None
+        assert job.spec.model == "any"
+        job.close()

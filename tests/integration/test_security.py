@@ -10,6 +10,7 @@ import gzip
 import json
 import zlib
 from collections.abc import Iterator
+from socket import gethostname
 
 import pytest
 from batch_rig import CHAT, ENVELOPE, MODEL
@@ -18,6 +19,7 @@ from gateway_rig import running_engine
 from raw_http import RawHttp, exchange
 
 JSON = {"Content-Type": "application/json"}
+JSON_LINE = "Content-Type: application/json\r\n"
 HELLO = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
 BODY_ROUTES = [
     CHAT,
@@ -28,7 +30,7 @@ BODY_ROUTES = [
     "/v1/batches",
     "/v1/batches/batch_x/cancel",
 ]
-LAST = b"GET /healthz HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+LAST = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -96,9 +98,11 @@ FRAMINGS = [
 @pytest.mark.parametrize("path", [CHAT, "/v1/files", "/v1/batches"])
 def test_where_a_body_ends_is_never_in_doubt(batch_rig: DeploymentRig, path: str) -> None:
     hidden = json.dumps(HELLO | {"user": "smuggled"}).encode()
-    behind = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(hidden)}\r\n\r\n".encode()
+    behind = (
+        f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(hidden)}\r\n\r\n".encode()
+    )
     for framing in FRAMINGS:
-        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n".encode()
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\n{JSON_LINE}".encode()
         request = head + framing + b"\r\n\r\n0\r\n\r\n" + behind + hidden
         check_refused(exchange(batch_rig.port, request + LAST))
 
@@ -119,7 +123,7 @@ def test_where_a_body_ends_is_never_in_doubt(batch_rig: DeploymentRig, path: str
 def test_chunks_that_are_none_are_refused(
     batch_rig: DeploymentRig, path: str, chunks: bytes
 ) -> None:
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
     check_refused(exchange(batch_rig.port, head.encode() + chunks))
 
 
@@ -127,7 +131,7 @@ def test_an_odd_spelling_of_a_good_framing_is_understood(batch_rig: DeploymentRi
     body = json.dumps(HELLO).encode()
     chunked = f"{len(body):X};a=b\r\n".encode() + body + b"\r\n0\r\nX-Vllm-Priority: -1\r\n\r\n"
     for framing in ("Transfer-Encoding:\tchunked", "transfer-encoding: ChUnKeD"):
-        head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n{framing}"
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\n{JSON_LINE}{framing}"
         answer = exchange(batch_rig.port, head.encode() + b"\r\n\r\n" + chunked + LAST)
         assert answer.count(b"HTTP/1.1 200 OK") == 2, answer
 
@@ -153,7 +157,7 @@ def test_an_odd_spelling_of_a_good_framing_is_understood(batch_rig: DeploymentRi
     ids=lambda start: str(start[:32]),
 )
 def test_a_head_that_is_none_is_refused(batch_rig: DeploymentRig, start: bytes) -> None:
-    check_refused(exchange(batch_rig.port, start + b"\r\nHost: x\r\n\r\n" + LAST))
+    check_refused(exchange(batch_rig.port, start + b"\r\nHost: localhost\r\n\r\n" + LAST))
 
 
 @pytest.mark.parametrize(
@@ -172,10 +176,42 @@ def test_a_head_that_is_none_is_refused(batch_rig: DeploymentRig, start: bytes) 
     ],
 )
 def test_a_target_leads_nowhere_else(batch_rig: DeploymentRig, target: str, status: int) -> None:
-    request = f"GET {target} HTTP/1.1\r\nHost: elsewhere\r\nConnection: close\r\n\r\n"
+    request = f"GET {target} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
     answer = exchange(batch_rig.port, request.encode())
     assert int(answer.split()[1]) == status, answer
     assert status == 200 or set(json.loads(answer.partition(b"\r\n\r\n")[2])["error"]) == ENVELOPE
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Host": "evil.example:8000"},
+        {"Host": "localhost.evil.example"},
+        {"Origin": "http://evil.example"},
+        {"Origin": "null"},
+        {"Sec-Fetch-Site": "cross-site"},
+    ],
+)
+def test_without_keys_pages_of_other_sites_get_nothing(
+    raw: RawHttp, headers: dict[str, str]
+) -> None:
+    for path in BODY_ROUTES:
+        reply = raw.call("POST", path, json.dumps(HELLO | {"user": "smuggled"}).encode(), headers)
+        assert (reply.status, set(reply.json["error"])) == (403, ENVELOPE)
+    if "Host" in headers:
+        assert raw.call("GET", "/v1/files", None, headers).status == 403
+        assert raw.call("GET", "/healthz", None, headers).status == 200
+
+
+@pytest.mark.parametrize(
+    "host", ["localhost:1", "LOCALHOST.", "a.localhost", "192.0.2.7:80", "[::1]:1", gethostname()]
+)
+def test_without_keys_this_machine_is_called_by_its_names_and_any_address(
+    raw: RawHttp, host: str
+) -> None:
+    headers = {"Host": host, "Origin": f"http://{host}"}
+    assert raw.call("GET", "/v1/models", None, headers).status == 200
+    assert raw.call("POST", CHAT, json.dumps(HELLO).encode(), headers | JSON).status == 200
 
 
 BOMB = b" " * 20_000_000
@@ -200,7 +236,7 @@ def test_compressed_bodies_are_refused_unopened(batch_rig: DeploymentRig, path: 
     for coding, body in BOMBS:
         reply = raw.call("POST", path, body, {**JSON, "Content-Encoding": coding})
         assert (reply.status, set(reply.json["error"])) == (415, ENVELOPE), coding
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     packed = gzip.compress(json.dumps(HELLO | {"user": "smuggled"}).encode())
     for codings in (
         f"Content-Encoding: identity\r\nContent-Encoding: gzip\r\nContent-Length: {len(packed)}",

@@ -58,7 +58,9 @@ def test_a_name_is_only_a_name(
     file_id = made.json["id"]
 
     assert (batch_rig.home / "files" / file_id).read_bytes() == CONTENT
-    request = f"GET /v1/files/{file_id}/content HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+    request = (
+        f"GET /v1/files/{file_id}/content HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+    )
     head, _, body = exchange(batch_rig.port, request.encode()).partition(b"\r\n\r\n")
     (disposition,) = (line for line in head.split(b"\r\n") if b"attachment" in line)
     assert disposition.endswith(b"=" + (saved_as or f'"{file_id}"'.encode())), disposition
@@ -118,7 +120,7 @@ def test_a_part_with_an_odd_head_is_refused_and_leaves_nothing(
 def test_an_id_is_no_path(batch_rig: DeploymentRig, kept: str, file_id: str, form: str) -> None:
     method, target = form.format(f"/v1/files/{file_id.format(kept=kept)}").split()
 
-    head = f"{method} {target} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+    head = f"{method} {target} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
     header, _, body = exchange(batch_rig.port, head.encode()).partition(b"\r\n\r\n")
 
     assert int(header.split()[1]) in {404, 405}, body

@@ -15,7 +15,7 @@ from gateway_rig import CHAT, Gateway, rig
 from batchrun.keys import digest, new_key
 
 HELLO = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
-POST = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n".encode()
+POST = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n".encode()
 IDLE_S = "0.3"
 DRIP_S = 0.02
 NUM_MORE = 25
@@ -57,8 +57,8 @@ def endless(text: bytes) -> Iterator[bytes]:
     ("start", "piece"),
     [
         (b"G", b"E"),
-        (b"GET /healthz HTTP/1.1\r\nHost: x\r\n", b"X-A: b\r\n"),
-        (b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\nGET /", b"a"),
+        (b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n", b"X-A: b\r\n"),
+        (b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\nGET /", b"a"),
     ],
     ids=["no-line", "no-end", "the-second"],
 )
@@ -93,7 +93,7 @@ async def test_a_connection_lives_on_between_calls(tmp_path: Path) -> None:
         port = int(gateway.url.rpartition(":")[2])
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         for _ in range(2):
-            writer.write(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+            writer.write(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert (await reader.readuntil(b"}")).startswith(b"HTTP/1.1 200")
             await asyncio.sleep(0.5)
         writer.close()

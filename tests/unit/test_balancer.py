@@ -272,6 +272,17 @@ def test_calls_go_to_engines_that_serve_their_model_or_may(book: int) -> None:
     assert balancer.candidates(unknown, now_s=1) == [small]
 
 
+@pytest.mark.parametrize("odd", ['"\\ud83d' + "x" * 200_000 + '"', "NaN", '"\ufeff"'])
+def test_a_body_that_only_engines_read_goes_to_one_of_its_model(book: int, odd: str) -> None:
+    engines = [Upstream(name, f"http://{name}", models=(name,)) for name in ("s", "l")]
+    balancer = Balancer(SharedBook(book, 2, 0))
+    balancer.replace(engines)
+    for each in engines:
+        body = f'{{"user": {odd}, "stream": true, "model": "{each.name}"}}'
+        call = balancer.read(body.encode("utf-16" if "\ufeff" in odd else "utf-8"))
+        assert (balancer.candidates(call, now_s=1), call.text.is_stream) == ([each], True)
+
+
 def test_an_engine_that_is_gone_comes_last_and_one_that_is_not_known_does_not(book: int) -> None:
     balancer = worker(book)
     call = streamed(balancer)

@@ -23,7 +23,10 @@ from batchrun.hints import SloBounds
 from batchrun.server.api.errors import Caller
 from batchrun.server.gateway.admission import ApiKey, KeyRing
 from batchrun.server.gateway.dashboard import SESSION_S, Sessions, read_or_make_secret
+from batchrun.server.gateway.shared_book import MAX_ENGINES
 from batchrun.server.gateway.tally import (
+    ENGINE,
+    FELT,
     MAX_SERIES,
     TTFT,
     TTFT_BOUNDS_S,
@@ -306,12 +309,20 @@ def test_the_page_has_histograms_by_class_that_add_up() -> None:
     assert "batchrun_daemon_up 0.0" in text
 
 
-def test_more_series_than_there_is_room_for_are_not_counted() -> None:
+def test_more_series_than_there_is_room_for_are_not_counted_and_once_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     tally = Tally(create_tally(1), 1, 0)
-    for status in range(MAX_SERIES + 50):
+    for number in range(MAX_ENGINES):
+        bounds = SloBounds(1.0, 0.1)
+        tally.count_reply(replace(make_reply(), engine=f"engine-{number}", bounds=bounds))
+    series = [each for each in tally.read() if each.kind in {ENGINE, FELT}]
+    for status in range(MAX_SERIES):
         tally.count_call("/v1/models", status)
 
+    assert len(series) == 2 * MAX_ENGINES
     assert len(tally.read()) == MAX_SERIES
+    assert len(caplog.messages) == 1
 
 
 def told_by(tally: Tally) -> bytes:

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import json
+import math
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from batchrun.errors import InputError
-from batchrun.server.gateway.bodies import strip_hints
+from batchrun.hints import SloBounds
+from batchrun.media.fetching import ImageFetcher
+from batchrun.server.gateway.bodies import (
+    BodiesInFlight,
+    SteeredBody,
+    fill_images,
+    read_call_body,
+    strip_hints,
+)
+from batchrun.server.gateway.envelope import RefusalError
+from batchrun.server.gateway.upstreams import Upstream
 
 
 @pytest.mark.parametrize(
@@ -26,6 +38,7 @@ from batchrun.server.gateway.bodies import strip_hints
         b'{"vllm_xargs": {"batchrun": 1, "batchrun": 2}, "a": 1}',
         b'{"vllm_xargs": {}, "a": 1, "priority": 1, "priority": 2}',
         b'\xef\xbb\xbf{"a": 1, "priority": 1}',
+        b'{"a": 1, "priority": ' + b"9" * 5_000 + b"}",
         '{"a": 1, "priority": 1}'.encode("utf-16"),
         '{"a": 1, "priority": 1}'.encode("utf-16-be"),
         '{"a": 1, "priority": 1, "vllm_xargs": {"batchrun": 1}}'.encode("utf-32"),
@@ -60,8 +73,9 @@ def test_other_extra_arguments_stay() -> None:
         b'{"priority": 1',
         b'["priority"]',
         b'{"priority": \xff}',
-        b'{"priority":' + b"[" * 100_000,
-        b'{"priority":' + b"9" * 5_000 + b"}",
+        b'{"priority":' + b"[" * 90_000,
+        b'{"priority": "' + b'\\",' * 200_000,
+        b'{"vllm_xargs":' + b"9" * 5_000 + b"}",
     ],
 )
 def test_a_body_that_may_hide_hints_and_cannot_be_read_is_refused(body: bytes) -> None:
@@ -87,3 +101,59 @@ def test_what_is_left_is_the_body_without_the_hints(
     document = rest | {"priority": 3, "vllm_xargs": {"batchrun": hint}}
     body = json.dumps(document).encode(encoding)
     assert json.loads(strip_hints(body)) == {k: v for k, v in rest.items() if k != "priority"}
+
+
+def body_with(place: str, value: object) -> bytes:
+    """A body that names all for which a gateway looks into bodies."""
+    part = {"type": "text", "text": "image_url", "uuid": "of another"}
+    document = {
+        "messages": [{"role": "user", "content": [part]}],
+        "priority": 1,
+        "service_tier": "auto",
+    }
+    return json.dumps({**document, place: value}).encode()
+
+
+async def taken_in(body: bytes, bounds: SloBounds | None = None) -> dict[str, Any]:
+    """What an engine gets of it."""
+    with BodiesInFlight(1 << 30).holding(None) as held:
+        body = await fill_images(body, ImageFetcher(), held, "")
+    call = read_call_body("/v1/chat/completions", body, bounds)
+    if isinstance(call, SteeredBody):
+        call = call.written_for(Upstream("one", "http://h:1"))
+    found: dict[str, Any] = json.loads(call)
+    return found
+
+
+@pytest.mark.parametrize("bounds", [None, SloBounds(1.0, 0.1)])
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        ("prompt", list(range(300_000))),
+        ("messages", [{"role": "user", "content": [{"text": "1,[a]," * 200_000, "uuid": "a"}]}]),
+    ],
+    ids=["many tokens", "a table"],
+)
+async def test_many_tokens_and_long_texts_are_no_reason_to_refuse_a_body(
+    place: str, value: object, bounds: SloBounds | None
+) -> None:
+    found = await taken_in(body_with(place, value), bounds)
+
+    assert "priority" not in found and "uuid" not in str(found["messages"])[-100:]
+    assert len(str(found[place])) > 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        ("messages", [{"uuid": [{}] * 200_000}]),
+        ("messages", [{"uuid": ["a"] * 200_000}]),
+        ("messages", [{"uuid": 0}, *[{}] * 2_000_000]),
+        ("vllm_xargs", [[]] * 200_000),
+        ("prompt", [math.nan] * 200_000),
+    ],
+)
+async def test_what_takes_long_to_read_is_refused(place: str, value: object) -> None:
+    with pytest.raises(RefusalError, match="values at most") as refused:
+        await taken_in(body_with(place, value))
+    assert refused.value.status == 413

@@ -31,6 +31,7 @@ from batchrun.media.hosts import ImageHosts
 from batchrun.routing.decisions import NUM_KEPT
 from batchrun.server.gateway.admission import (
     ABOUT_CALLER,
+    OPEN_PATHS,
     Door,
     check_class,
     choose_class,
@@ -42,6 +43,7 @@ from batchrun.server.gateway.bodies import (
     HeldBody,
     SteeredBody,
     fill_images,
+    let_others,
     read_body,
     read_call_body,
 )
@@ -52,7 +54,7 @@ from batchrun.server.gateway.daemon_calls import (
     is_daemon_route,
 )
 from batchrun.server.gateway.dashboard import PREFIX as DASHBOARD
-from batchrun.server.gateway.dashboard import DashboardDoor, is_dashboard
+from batchrun.server.gateway.dashboard import DashboardDoor, check_site, is_dashboard
 from batchrun.server.gateway.envelope import (
     NO_HEADERS,
     REQUEST_ID,
@@ -197,6 +199,8 @@ class Gateway:
                 return await self._tell_daemon(request)
             if is_dashboard(request.rel_url.raw_path):
                 return await self._dashboard.answer(request, request_id)
+            if not self._door.keys.is_asked_for and request.rel_url.raw_path not in OPEN_PATHS:
+                check_site(request)
             caller = request[ABOUT_CALLER] = self._door.admit(request)
             reply_headers = caller.reply_headers
             response = await self._route(request)(request, request_id)
@@ -262,6 +266,7 @@ class Gateway:
         most_bytes, idle_s = limits.max_body_bytes, limits.body_idle_s
         body = await read_body(request, max_bytes=most_bytes, idle_s=idle_s, held=held)
         body = await fill_images(body, self._images, held, "" if key is None else key.id)
+        await let_others(body)
         call = _call(
             request,
             request_id,

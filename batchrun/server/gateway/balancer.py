@@ -109,6 +109,8 @@ class Balancer:
         self._router_name = DEFAULT_ROUTER
         self._router = make_router(DEFAULT_ROUTER, shared.book)
         self._engines: dict[Upstream, _Engine] = {}
+        self._has_models = False
+        """Whether engines differ in theirs."""
         self._served: dict[str | None, _Serving] = {}
         self._down_until_s = -math.inf
         self._bytes_per_token = BYTES_PER_TOKEN
@@ -136,6 +138,7 @@ class Balancer:
         self._engines, self._served = {}, {}
         traits = [each.traits or EngineTraits() for each in upstreams] or [EngineTraits()]
         self._most_tokens = max(each.kv_tokens for each in traits)
+        self._has_models = len({each.models for each in upstreams}) > 1
         told = {each.name: each.models for each in before}
         for name, each in zip(names, upstreams, strict=True):
             # A daemon that has just come has not asked the engines that its predecessor asked.
@@ -164,7 +167,7 @@ class Balancer:
 
     def read(self, body: bytes | None, *, is_offline: bool = False) -> RoutedCall:
         """What the router is told of a call with this body."""
-        text = read_prompt(body or b"")
+        text = read_prompt(body or b"", needs_model=self._has_models)
         ratio = self._bytes_per_token
         tokens = max(1, min(round(text.num_bytes / ratio), self._most_tokens))
         call = Call(tokens, text.keys, PIECE_BYTES / ratio)

@@ -16,12 +16,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 from aiohttp import web
+from msgspec import Raw
 
 from batchrun.errors import InputError
 from batchrun.hints import HINT_ARGUMENTS, FlexHint, Hint, SloBounds, SloHint, drop_hint, put_hint
 from batchrun.media.fetching import ImageFetcher
-from batchrun.media.images import IMAGE_CODE, ImageError
+from batchrun.media.images import IMAGE_CODE, MEDIA_PLACES, ImageError
 from batchrun.server.gateway.envelope import RefusalError
 from batchrun.server.gateway.upstreams import Upstream
 
@@ -176,9 +178,16 @@ class BodyStream:
 
 
 HINT_KEYS = (HINT_ARGUMENTS.encode(), b"priority")
-MAX_VALUES = 1_000_000
-"""Parsing more would hold up all other calls of a worker for long."""
+MAX_VALUES = 100_000
+"""Reading more would hold up all other calls of a worker for long."""
+TEXT_PART, QUOTES_PART = 10, 4
+"""What looks like values may be so many times more and stand in texts, with so many quotes."""
 _ESCAPED_LETTER = re.compile(rb"\\u00(?:5[fF]|[67][0-9a-fA-F])")
+_TEXT = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
+_FIELDS = msgspec.json.Decoder(dict[str, Raw])
+
+Fields = dict[str, Any]
+"""What an object holds by key: `Raw` where it is not read."""
 
 
 def strip_hints(body: bytes) -> bytes:
@@ -187,13 +196,14 @@ def strip_hints(body: bytes) -> bytes:
     A body that cannot hold them in any spelling is returned as it is, unparsed. Raises InputError
     if it might hold them and is not a JSON object.
     """
-    if not may_hold(body, *HINT_KEYS):
-        return body
-    document = _parse(body)
-    if HINT_ARGUMENTS not in document and "priority" not in document:
-        return body if b"\0" not in body else json.dumps(document).encode()
-    _strip(document)
-    return json.dumps(document).encode()
+    return _stripped(body, _read(body)) if may_hold(body, *HINT_KEYS) else body
+
+
+def _stripped(body: bytes, fields: Fields) -> bytes:
+    if HINT_ARGUMENTS not in fields and "priority" not in fields:
+        return body if b"\0" not in body else _written(fields)
+    _strip(fields)
+    return _written(fields)
 
 
 def may_hold(body: bytes, *keys: bytes) -> bool:
@@ -208,31 +218,64 @@ def may_hold(body: bytes, *keys: bytes) -> bool:
     )
 
 
-def is_too_much(body: bytes) -> bool:
-    """Whether a JSON text may hold so many values that parsing takes long."""
-    return body.count(b",") + body.count(b"[") + body.count(b"{") > MAX_VALUES
+def is_too_much(text: bytes) -> bool:
+    """Whether a JSON text holds so many values that reading it takes long; what stands in its texts
+    is none."""
+    num = _num_values(text)
+    if num <= MAX_VALUES or num > TEXT_PART * MAX_VALUES:
+        return num > MAX_VALUES
+    return text.count(b'"') > QUOTES_PART * MAX_VALUES or _num_values(_TEXT.sub(b"", text)) > (
+        MAX_VALUES
+    )
 
 
-def _strip(document: dict[str, Any]) -> None:
-    document.pop("priority", None)
-    drop_hint(document)
+def _num_values(text: bytes) -> int:
+    return text.count(b",") + text.count(b"[") + text.count(b"{")
 
 
-def _parse(body: bytes) -> dict[str, Any]:
-    if is_too_much(body):
-        raise RefusalError(
-            413,
-            f"a body with a class, a tier, a priority or an image may hold {MAX_VALUES} values "
-            "at most",
-        )
+def _strip(fields: Fields) -> None:
+    fields.pop("priority", None)
+    if HINT_ARGUMENTS in fields:
+        fields[HINT_ARGUMENTS] = _value(fields[HINT_ARGUMENTS])
+        drop_hint(fields)
+
+
+def _read(body: bytes) -> Fields:
+    """An object's fields, unread; read where only Python's reader takes it, as engines do: half an
+    emoji, NaN, UTF-16."""
     try:
-        document = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        reason = "nested too deep" if isinstance(error, RecursionError) else str(error)
-        raise InputError(f"the request body is not valid JSON: {reason}") from error
+        return _FIELDS.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        document = _parse(body)
     if not isinstance(document, dict):
         raise InputError("the request body must be a JSON object")
     return document
+
+
+def _value(part: Any) -> Any:
+    return _parse(bytes(part)) if isinstance(part, Raw) else part
+
+
+def _parse(text: bytes) -> Any:
+    if is_too_much(text):
+        raise RefusalError(
+            413,
+            f"images and hints may stand among {MAX_VALUES:,} values at most, and as many may be "
+            "in JSON that is not RFC 8259's",
+        )
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        reason = "nested too deep" if isinstance(error, RecursionError) else str(error)
+        raise InputError(f"the request body is not valid JSON: {reason}") from error
+
+
+def _written(fields: Mapping[str, Any]) -> bytes:
+    pieces: list[bytes | Raw] = []
+    for key, value in fields.items():
+        text = value if isinstance(value, Raw) else json.dumps(value).encode()
+        pieces += (b", ", json.dumps(key).encode(), b": ", text)
+    return b"".join([b"{", *pieces[1:], b"}"])
 
 
 _MEDIA_KEYS = (b"_url", b"uuid")
@@ -247,16 +290,36 @@ async def fill_images(body: bytes, images: ImageFetcher, held: HeldBody, owner: 
     """
     if not may_hold(body, *_MEDIA_KEYS):
         return body
-    document = _parse(body)
+    fields = _read(body)
+    shown = {}
+    for place in MEDIA_PLACES:
+        await let_others(body)
+        if place in fields and _may_hold_media(fields[place]):
+            shown[place] = _value(fields[place])
+    await let_others(body)
     try:
-        filled = await images.filled(document, owner, on_bytes=held.add)
+        filled = await images.filled(shown, owner, on_bytes=held.add)
     except ImageError as problem:
         raise RefusalError(problem.http_status, str(problem), code=IMAGE_CODE) from problem
-    if filled is document:
+    if filled is shown:
         return body
-    text = json.dumps(filled).encode()
+    await let_others(body)
+    text = _written(fields | filled)
     held.add(max(0, len(text) - held.size_bytes))
     return text
+
+
+def _may_hold_media(part: Any) -> bool:
+    if not isinstance(part, Raw):
+        return True
+    text = bytes(part)
+    return not text.startswith(b'"') and may_hold(text, *_MEDIA_KEYS)
+
+
+async def let_others(body: bytes) -> None:
+    """Between two steps with a large body, other calls have their turn."""
+    if len(body) > SMALL_BODY_BYTES:
+        await asyncio.sleep(0)
 
 
 RESPONSES = "/v1/responses"
@@ -268,11 +331,11 @@ FLEX = "flex"
 
 @dataclass(frozen=True, slots=True)
 class SteeredBody:
-    """The body of such a call, as it came and read, and what it asks for."""
+    """The body of such a call, as it came and by its fields, and what it asks for."""
 
     text: bytes
     route: str
-    document: Mapping[str, Any]
+    fields: Mapping[str, Any]
     hint: Hint
 
     @property
@@ -287,13 +350,13 @@ class SteeredBody:
 
     def written_for(self, upstream: Upstream) -> bytes:
         """The body as this engine gets it."""
-        body = dict(self.document)
+        body = dict(self.fields)
         if self.is_flex:
             self._write_tier(body, upstream)
         others = body.get(HINT_ARGUMENTS)
         if upstream.hint_nonce is not None and (others is None or isinstance(others, dict)):
             put_hint(body, self.hint, upstream.hint_nonce)
-        return json.dumps(body).encode()
+        return _written(body)
 
     def _write_tier(self, body: dict[str, Any], upstream: Upstream) -> None:
         """vLLM repeats the tier of a response, and knows none on the other routes."""
@@ -308,21 +371,16 @@ class SteeredBody:
 def read_call_body(route: str, body: bytes, bounds: SloBounds | None) -> bytes | SteeredBody:
     """The body without a caller's hints, steered if it asks for something that the route has.
 
-    It is parsed only where it may ask or hold hints; one too large for that has the default
-    bounds. Raises InputError and RefusalError.
+    It is read only where it may ask or hold hints. Raises InputError and RefusalError.
     """
-    if bounds is not None and is_too_much(body):
-        bounds = None
     if bounds is None and not may_hold(body, *HINT_KEYS, TIER.encode()):
         return body
     if route not in STEERED_ROUTES or (bounds is None and not may_hold(body, TIER.encode())):
         return strip_hints(body)
-    document = _parse(body)
-    _strip(document)
-    if document.get(TIER) == FLEX:
-        return SteeredBody(body, route, document, FlexHint())
-    return (
-        strip_hints(body)
-        if bounds is None
-        else SteeredBody(body, route, document, SloHint(slo=bounds))
-    )
+    fields = _read(body)
+    is_flex = TIER in fields and _value(fields[TIER]) == FLEX
+    if not is_flex and bounds is None:
+        return _stripped(body, fields)
+    _strip(fields)
+    hint = SloHint(slo=bounds) if bounds is not None and not is_flex else FlexHint()
+    return SteeredBody(body, route, fields, hint)

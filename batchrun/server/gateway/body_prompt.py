@@ -6,6 +6,7 @@ chat templates have them; the text is that of the body, so a caller must write i
 
 from __future__ import annotations
 
+import json
 import re
 from codecs import BOM_UTF8
 from typing import NamedTuple
@@ -16,6 +17,7 @@ import xxhash
 from msgspec import UNSET, Raw, Struct, UnsetType
 
 from batchrun.pool.prefix_keys import KeyArray
+from batchrun.server.gateway.bodies import is_too_much
 
 PIECE_BYTES = 1024
 MAX_TEXT_BYTES = 128 << 10
@@ -70,13 +72,14 @@ class PromptText(NamedTuple):
     tells_of_cache: bool = True
 
 
-def read_prompt(body: bytes) -> PromptText:
-    """What there is of it in a body; nothing in what is none."""
+def read_prompt(body: bytes, *, needs_model: bool = False) -> PromptText:
+    """What there is of it in a body; nothing in what is none. Where strict readers fail, all is
+    read for the model alone, if that `needs_model`: engines read with Python's reader."""
     try:
         found = _decode(body)
         model = _name(found.model)
     except (ValueError, RecursionError):
-        return PromptText()
+        return _read_odd(body) if body and needs_model else PromptText()
     parts = (found.tools, found.instructions, found.messages, found.prompt, found.input)
     views = [memoryview(part) for part in parts if isinstance(part, Raw)]
     has_media = _MEDIA_BEGINS in body and _MEDIA.search(body) is not None
@@ -94,6 +97,20 @@ def read_prompt(body: bytes) -> PromptText:
     return PromptText(
         num_bytes, np.array(keys, np.uint64), is_stream, model, has_media, tells_of_cache
     )
+
+
+def _read_odd(body: bytes) -> PromptText:
+    """Model and stream of what has NaN in it, half an emoji, or other bytes than UTF-8's; nothing
+    of what takes long to read."""
+    try:
+        found = None if is_too_much(body) else json.loads(body)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        return PromptText()
+    model = found.get("model")
+    name = model if isinstance(model, str) else None
+    return PromptText(is_stream=found.get("stream") is True, model=name)
 
 
 def _decode(body: bytes) -> _Body:

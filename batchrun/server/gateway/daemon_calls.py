@@ -27,6 +27,7 @@ from batchrun.server.gateway.upstreams import DaemonAt, find_daemon
 log = logging.getLogger(__name__)
 
 DAEMON_ROUTES = ("/v1/files", "/v1/batches")
+UPLOAD = ("POST", "/v1/files")
 DAEMON_HEAD_S = 30.0
 """A daemon that has a whole request and does not begin its answer in so long is away."""
 PASSED_ON_HEADER = "X-Batchrun-Passed-On"
@@ -70,6 +71,7 @@ class DaemonCalls:
         goes_on = _goes_on(request, daemon)
         base_url = daemon.leader_gateway if goes_on and daemon.leader_gateway else daemon.url
         body = BodyStream(request, idle_s=self._body_idle_s)
+        is_upload = (request.method, request.rel_url.raw_path) == UPLOAD
         try:
             first_s = self._body_idle_s if request.body_exists else 0.0
             async with (
@@ -80,7 +82,11 @@ class DaemonCalls:
                     request.method,
                     URL(base_url + request.rel_url.raw_path_qs, encoded=True),
                     headers=_headers(request, request_id, daemon),
-                    data=self._sent(body, limit) if request.body_exists else None,
+                    data=(
+                        self._sent(body, limit, is_upload=is_upload)
+                        if request.body_exists
+                        else None
+                    ),
                     allow_redirects=False,
                     timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
                 )
@@ -95,14 +101,17 @@ class DaemonCalls:
             exchange = Exchange(reply, None, ReplyUsage(), "", waits)
             return await relay(request, exchange, request_id=request_id, passes_pages=True)
 
-    async def _sent(self, body: BodyStream, limit: asyncio.Timeout) -> AsyncIterator[bytes]:
-        """The body, which a daemon that lives takes piece by piece, and then answers in time."""
+    async def _sent(
+        self, body: BodyStream, limit: asyncio.Timeout, *, is_upload: bool
+    ) -> AsyncIterator[bytes]:
+        """The body, which a daemon that lives takes piece by piece, and then answers in time. A
+        file may have a long way to go then: for it the daemon has as long as it lives."""
         loop = asyncio.get_running_loop()
         async for piece in body:
             # The caller has `body_idle_s` for each piece, the daemon as long as for an answer.
             limit.reschedule(loop.time() + self._body_idle_s + self._head_s)
             yield piece
-        limit.reschedule(loop.time() + self._head_s)
+        limit.reschedule(None if is_upload else loop.time() + self._head_s)
 
     @asynccontextmanager
     async def _watched(self, base_url: str, limit: asyncio.Timeout) -> AsyncIterator[None]:

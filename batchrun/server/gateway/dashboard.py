@@ -7,8 +7,8 @@
 
 A session is `KEY_ID.EXPIRES_AT.MAC`. The MAC is keyed with a secret of this gateway and the hash of
 the API key, so that a session ends with its key, and neither the secret nor the hash makes one.
-Where no key is asked for, the page answers on names of this machine alone: another site that leads
-its name here (DNS rebinding) gets nothing.
+Where no key is asked for, the page and the API answer on addresses and on names of this machine
+alone: another site that leads its name here (DNS rebinding) gets nothing.
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ import hashlib
 import hmac
 import os
 import secrets
+import socket
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 from importlib.resources import files
+from ipaddress import ip_address
 from pathlib import Path
 from urllib.parse import SplitResult, parse_qs, urlsplit
 
 from aiohttp import web
 
-from batchrun.errors import DaemonUnavailableError
-from batchrun.keys import is_loopback
+from batchrun.errors import DaemonUnavailableError, shortened
 from batchrun.server.gateway.admission import ABOUT_CALLER, AboutCaller, ApiKey, KeyRing
 from batchrun.server.gateway.bodies import read_body
 from batchrun.server.gateway.envelope import REQUEST_ID, RefusalError
@@ -40,6 +41,7 @@ SESSION_S = 12 * 3600
 MAX_FORM_BYTES = 4_096
 BODY_IDLE_S = 10.0
 STATIC_TYPES = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
+LOCAL_NAMES = frozenset({"localhost", "localhost.localdomain", "ip6-localhost"})
 SAFE_METHODS = frozenset({"GET", "HEAD"})
 PAGE_HEADERS = {
     "Content-Security-Policy": (
@@ -199,14 +201,38 @@ def _parts(url: str) -> SplitResult:
         return urlsplit("")
 
 
+def check_site(request: web.BaseRequest) -> None:
+    """For calls that show no key: whether no other site's page sent this. Raises RefusalError with
+    403."""
+    _check_host(request)
+    _check_origin(request)
+
+
 def _check_host(request: web.BaseRequest) -> None:
-    host = _parts(f"//{request.headers.get('Host', '')}").hostname or ""
-    if not is_loopback(host):
-        raise RefusalError(
-            403,
-            f"without API keys the page answers on this machine's own names, not on '{host}'; "
-            "make a key with `batchrun keys create NAME --role admin`",
-        )
+    """Whether the call came by a name or an address of this machine, or names none at all. Raises
+    RefusalError with 403."""
+    host = request.headers.get("Host")
+    if host is None or _is_own(host):
+        return
+    raise RefusalError(
+        403,
+        "without API keys batchrun answers on addresses and this machine's own names, not on "
+        f"'{shortened(_parts(f'//{host}').hostname or '')}'; make a key with `batchrun keys create "
+        "NAME --role admin`",
+    )
+
+
+@lru_cache(maxsize=64)
+def _is_own(host: str) -> bool:
+    """Nobody can lead an address elsewhere, nor these names."""
+    name = (_parts(f"//{host}").hostname or "").removesuffix(".")
+    if name in {*LOCAL_NAMES, socket.gethostname().lower()} or name.endswith(".localhost"):
+        return True
+    try:
+        ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 def _check_origin(request: web.BaseRequest) -> None:

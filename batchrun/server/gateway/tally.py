@@ -8,6 +8,7 @@ lies on no disk: a full one stops no call. Counts begin again with the gateway.
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 from bisect import bisect_left
@@ -24,6 +25,9 @@ from prometheus_client.registry import Collector
 
 from batchrun.hints import SloBounds
 from batchrun.routing.decisions import NUM_KEPT, EngineRouting, imbalance_of
+from batchrun.server.gateway.shared_book import MAX_ENGINES
+
+log = logging.getLogger(__name__)
 
 TTFT_BOUNDS_S = (
     0.01, 0.025, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0, 60.0,
@@ -35,7 +39,8 @@ TPOT_BOUNDS_S = (
 NUM_BUCKETS = len(TTFT_BOUNDS_S) + 1
 NUM_VALUES = NUM_BUCKETS + 1
 """A histogram: its buckets, the last without a bound, and the sum."""
-MAX_SERIES = 256
+SERIES_OF_AN_ENGINE = 2
+MAX_SERIES = SERIES_OF_AN_ENGINE * MAX_ENGINES + 256
 """Of one worker; what comes after them is not counted."""
 NAME_BYTES = 192
 CALLS, TTFT, TPOT, ENGINE, REPLACED = "calls", "ttft", "tpot", "engine", "replaced"
@@ -97,6 +102,7 @@ class Tally:
         assert len(rows) == num_workers + 1
         self._all = rows
         self._own = rows[worker]
+        self._has_warned = False
         names = self._own["name"].tolist()
         self._places = {name: place for place, name in enumerate(names) if name}
 
@@ -130,10 +136,9 @@ class Tally:
     def read(self) -> list[Series]:
         """What all workers have counted, in order of kind and labels."""
         sums: dict[bytes, FloatArray] = {}
-        for row in self._all.reshape(-1):
+        for row in self._all[self._all["name"] != b""]:
             name = bytes(row["name"])
-            if name:
-                sums[name] = sums.get(name, 0.0) + row["values"]
+            sums[name] = sums.get(name, 0.0) + row["values"]
         parts = {name: name.decode("utf-8", "replace").split(_BETWEEN) for name in sorted(sums)}
         return [Series(kind, tuple(rest), sums[name]) for name, (kind, *rest) in parts.items()]
 
@@ -143,10 +148,16 @@ class Tally:
         if place is None:
             place = len(self._places)
             if place >= MAX_SERIES:
+                self._warn()
                 return
             self._places[name] = place
             self._own["name"][place] = name
         self._own["values"][place, index] += value
+
+    def _warn(self) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            log.warning("there is room for %d series of figures; new ones are lost", MAX_SERIES)
 
 
 class TallyPage(Collector):
