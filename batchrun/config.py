@@ -362,7 +362,10 @@ class Deployment(DeploymentFile):
 def load_home(flag: Path | None) -> Home:
     """The home folder: --home, else BATCHRUN_HOME, else ~/.local/state/batchrun."""
     chosen = flag or _environment().home
-    return Home(chosen or DEFAULT_HOME)
+    try:
+        return Home(chosen or DEFAULT_HOME)
+    except RuntimeError:
+        raise ConfigError(f"{chosen}: no user of this name; name another home folder") from None
 
 
 def load_deployment(

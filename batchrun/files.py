@@ -456,6 +456,16 @@ def check_place(place: str) -> str:
         check_url(place)
         if not _key_of(place) or place.endswith("/"):
             raise ValueError(f"{place}: names no object; write {scheme_of(place)}://BUCKET/KEY")
+        return place
+    if "\0" in place:
+        raise ValueError(f"{place!r}: a path holds no null character")
+    try:
+        Path(place).expanduser()
+    except RuntimeError:
+        name = place.partition("/")[0]
+        raise ValueError(
+            f"{place!r}: no user {name!r}; a file of such a name is ./{name}"
+        ) from None
     return place
 
 

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
@@ -149,7 +149,42 @@ def read_document(path: Path, error: type[InputError]) -> Document:
         values = {}
     if not isinstance(values, dict):
         raise error(f"{path}:1: the file must be a mapping of keys to values, for example 'a: 1'")
-    return Document(path, values, {"": 1, **lines})
+    if not _ESCAPE.search(text):
+        return Document(path, values, {"": 1, **lines})
+    try:
+        paired = _paired(values)
+        lines = {_joined(key, ""): line for key, line in lines.items()}
+    except _HalfCharacterError as half:
+        where = Document(path, values, {"": 1, **lines}).where(str(half))
+        raise error(f"{where}: a \\u escape is half a character; write the character") from None
+    return Document(path, paired, {"": 1, **lines})
+
+
+_ESCAPE = re.compile(r"\\(?:u|U0000)[dD][89a-fA-F]")
+"""Half of an escaped character beyond 16 bits, of which JSON makes two."""
+
+
+class _HalfCharacterError(Exception):
+    """Text holds a surrogate without its other half; says the dotted key."""
+
+
+def _joined(text: str, key: str) -> str:
+    try:
+        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le")
+    except UnicodeDecodeError:
+        raise _HalfCharacterError(key) from None
+
+
+def _paired(value: Any, key: str = "") -> Any:
+    """The value with each pair of surrogates as the character that it stands for."""
+    if isinstance(value, str):
+        return _joined(value, key)
+    if isinstance(value, dict):
+        named = [(_paired(name, key), item) for name, item in value.items()]
+        return {name: _paired(item, f"{key}.{name}".lstrip(".")) for name, item in named}
+    if isinstance(value, list):
+        return [_paired(item, f"{key}[{index}]") for index, item in enumerate(value)]
+    return value
 
 
 def validate_document(

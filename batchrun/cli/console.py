@@ -40,10 +40,10 @@ def answer(document: Mapping[str, object], *shown: RenderableType, as_json: bool
 
 
 def safe_json(document: object) -> str:
-    """One line of JSON in which nothing stands that a terminal would obey."""
-    return UNSAFE.sub(
-        lambda found: f"\\u{ord(found[0]):04x}", json.dumps(document, ensure_ascii=False)
-    )
+    """One line of JSON in which nothing stands that a terminal would obey, or stdout cannot say."""
+    encoding = sys.stdout.encoding or "utf-8"
+    text = json.dumps(document, ensure_ascii=not encoding.lower().startswith("utf"))
+    return UNSAFE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def figure(value: float | None, template: str = "{:,}") -> str:

@@ -6,6 +6,7 @@ What it imports first is little, so that Ctrl-C is never a traceback.
 from __future__ import annotations
 
 import errno
+import io
 import sys
 from importlib import import_module
 from typing import Annotated, Any
@@ -22,6 +23,8 @@ INTERRUPTED = 130
 
 def main() -> None:
     """Run the command line; every failure is one line on stderr and an exit code."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
     try:
         exit_code = call()
     except KeyboardInterrupt:

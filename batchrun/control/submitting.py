@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,13 @@ from urllib.parse import quote
 from batchrun.control.client import DaemonClient
 from batchrun.control.following import ProgressBar
 from batchrun.control.starting import LOOK_WAIT_S, describe_silence, read_deployment
-from batchrun.errors import DaemonUnavailableError, NotLeadingError, UnknownJobError
+from batchrun.errors import (
+    DaemonUnavailableError,
+    JobSpecError,
+    NotLeadingError,
+    StateError,
+    UnknownJobError,
+)
 from batchrun.files import StoreLock, is_url
 from batchrun.home import Home
 from batchrun.jobs.pin import InputPin
@@ -24,6 +31,11 @@ from batchrun.store.jobs import JobRecord, NewJob
 from batchrun.types import JobState
 
 LOCK_WAIT_S = 2.0
+LOOK_S = 0.2
+MODEL_WAIT_S = 10.0
+DEFAULT_MODEL = "default"
+MAX_ROWS_READ = 64
+"""Of a job, to find an answer among them."""
 
 
 @contextmanager
@@ -40,8 +52,9 @@ def prepare(
 ) -> NewJob:
     """Read, check and pin a job file.
 
-    Raises JobSpecError, DataError and ConfigError; for `continue_from` UnknownJobError, and
-    DataError where that job's input is not what it was any more.
+    Raises JobSpecError, DataError and ConfigError; for `continue_from` UnknownJobError,
+    DataError where that job's input is not what it was any more, and JobSpecError where another
+    model answered it.
     """
     from batchrun.jobs.job_file import load_job_file
 
@@ -60,9 +73,55 @@ def prepare_spec(
             with stored_job(continue_from, home) as (_, record):
                 before = JobSpec.model_validate_json(record.spec)
                 open_submitted(record, before, links=home.inputs).close()
-                spec = spec.model_copy(update={"continue_from": record.id})
+            _check_model(spec, before, record.id, home)
+            spec = spec.model_copy(update={"continue_from": record.id})
         home.create()
         return prepare_job(spec, links=home.inputs, progress=progress)
+
+
+def _check_model(spec: JobSpec, before: JobSpec, job_id: str, home: Home) -> None:
+    """Raises JobSpecError where the answers to take over are another model's than the new ones."""
+    if spec.model != DEFAULT_MODEL or before.model != DEFAULT_MODEL or before.is_openai_batch:
+        return
+    answered = answering_model(job_id, home)
+    answers = None if answered is None else default_model(home)
+    if answers is not None and answers != answered:
+        raise JobSpecError(
+            f"{job_id} was answered by the model {answered!r}, and {answers!r} answers now; "
+            "submit it without continuing that job"
+        )
+
+
+def answering_model(job_id: str, home: Home) -> str | None:
+    """The model that gave a job's answers; None where there is none, or they do not tell."""
+    from batchrun.store import results
+
+    with stored_job(job_id, home) as (store, record), suppress(StateError):
+        bodies = (each.body for each in results.read(store, record.seq, limit=MAX_ROWS_READ))
+        body = next(filter(None, bodies), None)
+        return None if body is None else json.loads(body).get("model")
+    return None
+
+
+def default_model(home: Home) -> str | None:
+    """The model that answers where none is named, as far as it is known; engines that begin have a
+    while to tell. Of attached ones it is not: their replies may tell another name than their lists.
+    """
+    deadline_s = time.monotonic() + MODEL_WAIT_S
+    while True:
+        try:
+            engines = DaemonClient(home).get("/status")["engines"]
+        except DaemonUnavailableError:
+            deployment = read_deployment(None)
+            first = deployment.engines[0]
+            return deployment.for_engine(first).model_name if first.is_vllm else None
+        if any(engine["is_attached"] for engine in engines):
+            return None
+        model = next((engine["model"] for engine in engines if engine["model"]), None)
+        may_tell = any(engine["state"] in {"starting", "ready"} for engine in engines)
+        if model is not None or not may_tell or time.monotonic() > deadline_s:
+            return None if model is None else str(model)
+        time.sleep(LOOK_S)
 
 
 def hand_over(job: NewJob, home: Home) -> tuple[str, bool]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from pydantic import JsonValue
 from pydantic_core import from_json
 
-from batchrun.errors import DataError, JobSpecError, suggestion
+from batchrun.errors import DataError, InputError, JobSpecError, suggestion
 from batchrun.files import is_url
 from batchrun.jobs import objects
 from batchrun.jobs.inputs.text_files import unpacked
@@ -31,6 +31,8 @@ CONTENT_KEYS = {
     "/v1/responses": "input",
 }
 """The body field that carries the prompt, by endpoint; also the key in the job file's `input`."""
+
+MAX_DEADLINE_S = 3_653 * 86_400.0
 
 Problem = tuple[str, str]
 """(dotted key, what is wrong)"""
@@ -142,9 +144,13 @@ def load_job_file(path: Path, *, cwd: Path) -> JobSpec:
     Raises JobSpecError with one line that names file, line and key, or DataError when the
     input must be looked at (no template is given) and cannot be read.
     """
+    for place in (path.absolute(), cwd.absolute()):
+        _check_name(place, JobSpecError)
     document = read_document(path, JobSpecError)
     job = validate_document(document, JobFile, JobSpecError)
     _raise_first(document, find_problems(job))
+    if job.deadline is not None and job.deadline > MAX_DEADLINE_S:
+        raise JobSpecError(f"{document.where('deadline')}: is over ten years away")
     folder = path.absolute().parent
     inputs = tuple(_input_place(folder, item) for item in job.input.path)
     output = _absolute(cwd.absolute(), job.output.path)
@@ -179,7 +185,17 @@ def input_files(paths: Iterable[str]) -> list[Path]:
             files.extend(Path(name) for name in found)
         else:
             files.append(Path(path))
+    for file in files:
+        _check_name(file, DataError)
     return files
+
+
+def _check_name(path: Path, error: type[InputError]) -> None:
+    """Raises `error` for a path that no job can hold as text."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise error(f"{os.fsencode(path)!r}: not UTF-8; rename the file or folder") from None
 
 
 def is_openai_batch_file(place: str) -> bool:

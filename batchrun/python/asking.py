@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,8 @@ from batchrun.control.lending import deployment_up, in_turn
 from batchrun.control.starting import read_deployment
 from batchrun.control.submitting import (
     SameJob,
+    answering_model,
+    default_model,
     find_same,
     go_on,
     hand_over,
@@ -30,11 +31,9 @@ from batchrun.control.submitting import (
 )
 from batchrun.daemon.ending import export
 from batchrun.errors import (
-    DaemonUnavailableError,
     InputError,
     JobSpecError,
     RowsFailedError,
-    StateError,
 )
 from batchrun.home import Home
 from batchrun.jobs.prompts.template import RequestTemplate
@@ -42,18 +41,12 @@ from batchrun.jobs.spec import JobSpec, told_fields
 from batchrun.jobs.submit import check_uses_columns
 from batchrun.python.frames import NAME_CHARS, Frame, kept_rows
 from batchrun.python.schemas import parsed, response_format
-from batchrun.store import results
 from batchrun.store.jobs import NewJob
 from batchrun.types import JobState
-
-LOOK_S = 0.2
-MODEL_WAIT_S = 10.0
 
 Template = str | Sequence[Mapping[str, Any]]
 """The user's message of every row, or all messages; Jinja2 over the row's columns."""
 
-MAX_ROWS_READ = 64
-"""Of a job, to find an answer among them."""
 ANSWER_COLUMNS = ("response", "finish_reason", "error")
 OUTPUT = dict.fromkeys(ANSWER_COLUMNS, pl.String)
 """The columns of an output file that answers are made of."""
@@ -184,7 +177,7 @@ class Asked:
         same = find_same(self.job, self.home)
         if same is None or self.question.model is not None:
             return same
-        answered, answers = _model_of(same.record.id, self.home), _default_model(self.home)
+        answered, answers = answering_model(same.record.id, self.home), default_model(self.home)
         return None if answered and answers and answered != answers else same
 
     def begin(self, client: DaemonClient) -> str:
@@ -211,36 +204,6 @@ class Asked:
     def answers(self, job_id: str, errors: str) -> pl.DataFrame:
         """The answers in the order of the rows. Raises RowsFailedError where errors are raised."""
         return self.question.columns_of(_read_output(job_id, self.home), errors)
-
-
-def _model_of(job_id: str, home: Home) -> str | None:
-    """The model that gave a job's answers; None where there is none, or they do not tell."""
-    with stored_job(job_id, home) as (store, record), suppress(StateError):
-        bodies = (each.body for each in results.read(store, record.seq, limit=MAX_ROWS_READ))
-        body = next(filter(None, bodies), None)
-        return None if body is None else json.loads(body).get("model")
-    return None
-
-
-def _default_model(home: Home) -> str | None:
-    """The model that answers where none is named, as far as it is known; engines that begin have a
-    while to tell. Of attached ones it is not: their replies may tell another name than their lists.
-    """
-    deadline_s = time.monotonic() + MODEL_WAIT_S
-    while True:
-        try:
-            engines = DaemonClient(home).get("/status")["engines"]
-        except DaemonUnavailableError:
-            deployment = read_deployment(None)
-            first = deployment.engines[0]
-            return deployment.for_engine(first).model_name if first.is_vllm else None
-        if any(engine["is_attached"] for engine in engines):
-            return None
-        model = next((engine["model"] for engine in engines if engine["model"]), None)
-        may_tell = any(engine["state"] in {"starting", "ready"} for engine in engines)
-        if model is not None or not may_tell or time.monotonic() > deadline_s:
-            return None if model is None else str(model)
-        time.sleep(LOOK_S)
 
 
 def columns_used(question: Question, frame: Frame, home: Home) -> Sequence[str]:

@@ -248,3 +248,5 @@ def test_the_home_is_the_flag_else_the_variable(
 
     assert load_home(None).path == tmp_path / "variable"
     assert load_home(Path("flag")).path == tmp_path / "flag"
+    with pytest.raises(ConfigError, match=r"^~nobody-here/a: no user of this name"):
+        load_home(Path("~nobody-here/a"))

@@ -195,8 +195,8 @@ def test_a_used_column_that_a_file_of_another_kind_lacks_is_named(tmp_path: Path
 
     with open_input(spec) as data:
         assert data.read_rows([1, 0], ["a"]) == [{"a": 3}, {"a": 1}]
-        for act in (data.iter_rows, data.iter_batches):
-            assert "b.parquet: has no column 'b'" in problem_of(lambda act=act: list(act()))
+        assert "b.parquet: has no column 'b'" in problem_of(lambda: list(data.iter_rows()))
+        assert "b.parquet: has no column 'b'" in problem_of(lambda: list(data.iter_batches()))
         assert "b.parquet: has no column 'b'" in problem_of(lambda: data.read_rows([1], ["b"]))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,17 @@ def test_images_beside_a_job_in_such_a_folder_stay_within_it(tmp_path: Path) -> 
     assert _image_folders([pattern]) == [tmp_path / "run[1]" / "data"]
 
 
+def test_names_that_are_not_utf_8_are_told(tmp_path: Path) -> None:
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9"))
+    (folder / "jobs").mkdir(parents=True)
+    (folder / "a.jsonl").touch()
+
+    with pytest.raises(JobSpecError, match=r"caf\\xe9.*: not UTF-8; rename"):
+        load_job_file(write_job(folder), cwd=tmp_path)
+    with pytest.raises(DataError, match=r"caf\\xe9.*: not UTF-8; rename"):
+        input_files([str(tmp_path / "*" / "*.jsonl")])
+
+
 def test_defaults_are_those_of_the_manual(tmp_path: Path) -> None:
     spec = load_job_file(write_job(tmp_path), cwd=tmp_path)
     assert (spec.model, spec.endpoint, spec.weight) == ("default", "/v1/chat/completions", 1.0)
@@ -127,6 +139,10 @@ def test_the_content_hash_ignores_comments_and_sees_values(tmp_path: Path) -> No
         ("max_tokens: 64", "model: m", ":8: request.model: belongs at the top"),
         ("name: loogle", "name: loogle\nendpoint: /v1/completions", ":6: input.messages:"),
         ("name: loogle", "name: loogle\nendpoint: /v2", ":2: endpoint: input should be "),
+        ("deadline: 6h", "deadline: 9999999d", ":10: deadline: is over ten years away"),
+        ("../data/loogle.parquet", "~$data.jsonl", ":3: input.path: '~$data.jsonl': no user"),
+        ("results/loogle.parquet", "~nobody-here/a.jsonl", ":9: output.path: '~nobody-here/a.j"),
+        ("../data/loogle.parquet", '"a\\0b"', ":3: input.path: 'a\\x00b': a path holds no"),
         ("name: loogle", "name: a/b", ":1: name: must be 1 to 128 letters"),
     ],
 )

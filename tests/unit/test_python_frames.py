@@ -8,7 +8,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,7 +20,7 @@ from pydantic import BaseModel, JsonValue
 import batchrun
 from batchrun.control.submitting import find_same, prepare
 from batchrun.daemon.opening import request_keys
-from batchrun.errors import DataError, InputError
+from batchrun.errors import DataError, InputError, JobSpecError
 from batchrun.home import Home
 from batchrun.jobs.inputs.input_data import open_input
 from batchrun.jobs.prompts.template import RequestTemplate
@@ -28,8 +28,9 @@ from batchrun.jobs.spec import InputSpec
 from batchrun.python.asking import Question
 from batchrun.python.frames import frame_of, frame_of_rows, kept_rows
 from batchrun.python.schemas import parsed, response_format
-from batchrun.store import jobs
+from batchrun.store import jobs, results
 from batchrun.store.database import open_store
+from batchrun.types import Outcome, OutcomeKind
 
 
 class Tone(enum.Enum):
@@ -155,6 +156,29 @@ def test_an_unfinished_job_with_its_fields_in_another_order_is_not_the_same(
                 jobs.create(store, job, now_s=0.0)
 
     assert made == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("model", "is_refused"), [("tiny", False), ("another", True), (None, False)]
+)
+def test_answers_of_another_model_are_not_taken_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str | None, *, is_refused: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    pl.DataFrame({"text": ["a"]}).write_parquet(tmp_path / "rows.parquet")
+    (tmp_path / "job.yaml").write_text(JOB.replace("ORDER", "{}"))
+    home = Home(tmp_path / "home")
+    home.create()
+    with closing(open_store(home.store_location)) as store:
+        record = jobs.create(store, prepare(Path("job.yaml"), home, is_shown=False), now_s=0.0)
+        body = json.dumps({} if model is None else {"model": model}).encode()
+        outcome = Outcome(record.id, 0, 1, OutcomeKind.OK, body=body)
+        results.commit(store, [(record.seq, outcome)], now_s=0.0)
+
+    line = f"^{record.id} was answered by the model 'another', and 'tiny' answers now; submit it"
+    with pytest.raises(JobSpecError, match=line) if is_refused else nullcontext():
+        job = prepare(Path("job.yaml"), home, record.id, is_shown=False)
+        assert json.loads(job.spec)["continue_from"] == record.id
 
 
 JOB = """\

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 
 import pytest
 
-from batchrun.cli.console import columns, named_lines, safe_json
+import batchrun.cli.main as cli
+from batchrun.cli.console import answer, columns, named_lines, out, safe_json
 from batchrun.control.following import SafeConsole
 from batchrun.errors import UNSAFE
 from batchrun.quantities import count
@@ -42,6 +44,24 @@ def test_json_keeps_what_was_said_and_shows_it_safely() -> None:
     assert UNSAFE.findall(safe_json(document)) == []
     assert json.loads(safe_json(document)) == document
     assert "grün" in safe_json(document)
+
+
+def test_what_the_encoding_of_stdout_lacks_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    octets = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(octets, "latin-1"))
+
+    def say() -> int:
+        out.print("grün \u2192 so")
+        answer({"text": "grün 😀"}, as_json=True)
+        return 0
+
+    monkeypatch.setattr(cli, "call", say)
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    sys.stdout.flush()
+
+    line, text = octets.getvalue().decode("latin-1").splitlines()
+    assert (caught.value.code, line, json.loads(text)) == (0, "grün ? so", {"text": "grün 😀"})
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])

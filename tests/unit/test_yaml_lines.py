@@ -134,3 +134,23 @@ def test_a_template_outside_quotes_is_said_to_need_them(tmp_path: Path, line: st
         read_document(path, JobSpecError)
 
     assert str(refused.value) == f'{path}:2: quote the template: "{{{{ ... }}}}"'
+
+
+def test_an_escaped_pair_of_surrogates_is_one_character(tmp_path: Path) -> None:
+    text = r"""{"name": "\ud83d\ude00", "inner": {"messages": ["a\uD83D\uDE00b", "\\ud83d"]}}"""
+
+    loaded = load_strict(write(tmp_path, text), Outer, JobSpecError)
+
+    assert (loaded.name, loaded.inner.messages) == ("\U0001f600", ["a\U0001f600b", r"\ud83d"])
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        (r"""name: "a""" + r'''\ud83d"''', ":1: name: a "),
+        ('name: a\ninner:\n  messages: ["\\udc00"]', ":3: inner.messages[0]: a "),
+        ('name: a\ninner: {"\\ud83d": 1}', ":2: inner: a "),
+    ],
+)
+def test_half_a_character_is_named(tmp_path: Path, text: str, place: str) -> None:
+    assert f"{place}\\u escape is half a character" in problem_of(write(tmp_path, text))
