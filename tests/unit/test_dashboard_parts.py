@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AsyncExitStack, aclosing
@@ -42,6 +43,7 @@ from batchrun.server.web import history as page_history
 from batchrun.server.web.gateway_figures import WINDOW_S, EngineCalls, GatewayFigures
 from batchrun.server.web.history import CHART_POINTS, History, KvSample, Sample
 from batchrun.server.web.pages import (
+    FILTERS,
     MAX_STREAMS,
     MAX_STREAMS_OF_A_KEY,
     MAX_STREAMS_OF_USERS,
@@ -279,6 +281,12 @@ def test_a_token_is_a_caller_s_own() -> None:
     tokens = {made.of(caller) for caller in (Caller(), Caller("key_a"), Caller("key_b"))}
 
     assert len(tokens) == 3
+
+
+@pytest.mark.parametrize("at", [1e12, 1e18, 1e300, math.inf])
+def test_a_deadline_may_be_beyond_all_calendars(at: float) -> None:
+    assert FILTERS["instant"](at) == "after the year 9999"
+    assert FILTERS["duration"](at)
 
 
 async def test_pages_of_users_leave_room_for_who_runs_the_deployment() -> None:

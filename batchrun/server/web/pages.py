@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 import hmac
 import json
+import math
 import secrets
 import time
 from collections import Counter
@@ -360,7 +361,7 @@ def _size(num_bytes: float) -> str:
 
 
 def _duration(seconds: float | None) -> str:
-    if seconds is None:
+    if seconds is None or not math.isfinite(seconds):
         return "-"
     minutes, rest_s = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
@@ -373,8 +374,13 @@ def _duration(seconds: float | None) -> str:
 
 
 def _instant(at: float | None) -> str:
-    """UTC, to the second."""
-    return "-" if at is None else datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    """UTC, to the second, as far as calendars go: a job may have any time."""
+    if at is None:
+        return "-"
+    try:
+        return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    except (ValueError, OverflowError, OSError):
+        return "after the year 9999"
 
 
 FILTERS: dict[str, Callable[..., Any]] = {
