@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import aiohttp
 import pytest
 import pytest_asyncio
 from aiohttp import web
+from starlette.exceptions import HTTPException
 
 from batchrun.daemon.engine_link import EngineLink
 from batchrun.daemon.view import view_engine, view_job
 from batchrun.engine.sockets import EngineSockets
 from batchrun.hints import SloBounds
 from batchrun.server.api.errors import Caller
+from batchrun.server.api.upload import Transfers
 from batchrun.server.gateway.admission import ApiKey, KeyRing
 from batchrun.server.gateway.dashboard import SESSION_S, Sessions, read_or_make_secret
 from batchrun.server.gateway.shared_book import MAX_ENGINES
@@ -38,8 +42,17 @@ from batchrun.server.gateway.tally import (
 from batchrun.server.web import history as page_history
 from batchrun.server.web.gateway_figures import WINDOW_S, EngineCalls, GatewayFigures
 from batchrun.server.web.history import CHART_POINTS, History, KvSample, Sample
-from batchrun.server.web.pages import Tokens, render
-from batchrun.server.web.sight import VIEWS
+from batchrun.server.web.pages import (
+    FILTERS,
+    MAX_STREAMS,
+    MAX_STREAMS_OF_A_KEY,
+    MAX_STREAMS_OF_USERS,
+    Pages,
+    Tokens,
+    render,
+)
+from batchrun.server.web.sight import VIEWS, Sight
+from batchrun.server.web.uploads import Desk
 from batchrun.store.api_keys import KeyUsage
 from batchrun.store.jobs import Counts, JobRecord
 from batchrun.types import JobState
@@ -268,6 +281,36 @@ def test_a_token_is_a_caller_s_own() -> None:
     tokens = {made.of(caller) for caller in (Caller(), Caller("key_a"), Caller("key_b"))}
 
     assert len(tokens) == 3
+
+
+@pytest.mark.parametrize("at", [1e12, 1e18, 1e300, math.inf])
+def test_a_deadline_may_be_beyond_all_calendars(at: float) -> None:
+    assert FILTERS["instant"](at) == "after the year 9999"
+    assert FILTERS["duration"](at)
+
+
+async def test_pages_of_users_leave_room_for_who_runs_the_deployment() -> None:
+    pages = Pages(cast(Sight, None), cast(Desk, None), Transfers("downloads", 1))
+
+    async def check() -> None:
+        return
+
+    async with AsyncExitStack() as stack:
+
+        async def watch(caller: Caller) -> None:
+            events = pages.stream("jobs", caller, None, check).body_iterator
+            await stack.enter_async_context(aclosing(cast(AsyncGenerator[Any, None], events)))
+            await anext(aiter(events))
+
+        for number in range(MAX_STREAMS_OF_USERS):
+            owner = f"key_{number // MAX_STREAMS_OF_A_KEY}"
+            await watch(Caller(owner, owner))
+        with pytest.raises(HTTPException, match="user keys"):
+            await watch(Caller("key_9", "key_9"))
+        for _ in range(MAX_STREAMS - MAX_STREAMS_OF_USERS):
+            await watch(Caller("key_ops"))
+        with pytest.raises(HTTPException, match="pages are open;"):
+            await watch(Caller("key_ops"))
 
 
 def test_charts_carry_numbers_only() -> None:

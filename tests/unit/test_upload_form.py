@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from batchrun.errors import StateError
 from batchrun.home import Home
+from batchrun.server.api import upload
 from batchrun.server.api.errors import ApiError, Caller
 from batchrun.server.api.upload import (
     KEY_PART,
@@ -150,6 +152,30 @@ async def test_downloads_are_bounded_until_they_are_over() -> None:
 
     await Download(Inner(), transfers, "key_1")({}, receive, send)
     assert (sent, transfers.count("key_1")) == ([1], 0)
+
+
+async def test_a_download_that_is_hardly_read_breaks_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upload, "FIRST_WAIT_S", 0.2)
+    monkeypatch.setattr(upload, "MAX_WAIT_S", 0.2)
+    transfers, taken = Transfers("downloads", 1), list[Message]()
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for _ in range(5):
+            yield b"x"
+
+    async def receive() -> Message:
+        return await asyncio.Future()
+
+    async def send(message: Message) -> None:
+        taken.append(message)
+        if len(taken) == 4:
+            await asyncio.Future()
+
+    async with asyncio.timeout(30):
+        reply = StreamingResponse(pieces())
+        scope = {"type": "http", "asgi": {"spec_version": "2.3"}}
+        await Download(reply, transfers, "key_1")(scope, receive, send)
+    assert (len(taken), transfers.count("key_1")) == (4, 0)
 
 
 def request_of(owner: str, receive: Receive, size_bytes: int = 100) -> Request:

@@ -5,6 +5,8 @@ A multipart form with one file is parsed as it comes in: bounded fields, and the
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import math
 import os
 import sys
@@ -17,7 +19,7 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from batchrun.errors import OverloadedError
 from batchrun.files import PRIVATE_MODE, HashedFile, atomic_file, max_open_files
@@ -27,6 +29,8 @@ from batchrun.jobs.objects import in_thread
 from batchrun.server.api.errors import ApiError, check_choice, check_expiry, missing_parameter
 from batchrun.store.files import NewFile, new_file_id
 from batchrun.strict import LARGE_JSON_BYTES, parse_json
+
+log = logging.getLogger(__name__)
 
 FILE_FIELD = "file"
 TEXT_FIELDS = frozenset({"purpose", "expires_after[anchor]", "expires_after[seconds]"})
@@ -214,8 +218,37 @@ class Traffic:
     downloads: Transfers = field(default_factory=lambda: Transfers("downloads", MAX_DOWNLOADS))
 
 
+MIN_READ_BYTES_PER_S = 1_024
+FIRST_WAIT_S, MAX_WAIT_S = 30.0, 1_800.0
+"""What a connection holds by itself may go a long way without a byte more of ours."""
+
+
+class _Reader:
+    """Hands on what is sent, as long as its reader takes so many bytes a second; only the time that
+    is spent waiting for him counts."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._left_s = FIRST_WAIT_S
+        self.is_too_slow = False
+
+    async def send(self, message: Message) -> None:
+        """Raises TimeoutError once he is behind."""
+        loop = asyncio.get_running_loop()
+        left_s = self._left_s + len(message.get("body", b"")) / MIN_READ_BYTES_PER_S
+        began_s = loop.time()
+        try:
+            async with asyncio.timeout(left_s) as limit:
+                await self._send(message)
+        except TimeoutError:
+            self.is_too_slow = limit.expired()
+            raise
+        self._left_s = min(MAX_WAIT_S, left_s - loop.time() + began_s)
+
+
 class Download(Response):
-    """A file on its way to its caller: one of as many as `transfers` admits, until it is over."""
+    """A file on its way to its caller: one of as many as `transfers` admits, until it is over or
+    breaks off because its caller hardly reads."""
 
     def __init__(self, inner: Response, transfers: Transfers, owner: str | None) -> None:
         super().__init__()
@@ -225,8 +258,14 @@ class Download(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises ApiError before anything was sent."""
+        reader = _Reader(send)
         with self._transfers.admitted(self._owner):
-            await self._inner(scope, receive, send)
+            try:
+                await self._inner(scope, receive, reader.send)
+            except Exception:
+                if not reader.is_too_slow:
+                    raise
+                log.warning("a download broke off: its caller hardly reads")
 
 
 def size_told(headers: Mapping[str, str]) -> int | None:

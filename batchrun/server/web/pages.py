@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 import hmac
 import json
+import math
 import secrets
 import time
 from collections import Counter
@@ -42,6 +43,8 @@ MAX_STREAM_S = 3600.0
 """Then the page connects again, and its session is asked for."""
 RECONNECT_MS = 1000
 MAX_STREAMS = 64
+MAX_STREAMS_OF_USERS = 48
+"""Together; the rest is for who runs the deployment."""
 MAX_STREAMS_OF_A_KEY = 16
 JOB = "job"
 STILL_VIEWS = frozenset({"submit"})
@@ -92,7 +95,7 @@ class Pages:
         self._sight = sight
         self._tokens = Tokens()
         self._closing = asyncio.Event()
-        self._streams = Counter[str | None]()
+        self._streams = Counter[tuple[str | None, bool]]()
 
     async def watch(self) -> None:
         """Take the samples of the charts, until cancelled; uploads under way end with it."""
@@ -134,19 +137,26 @@ class Pages:
         """The parts of a page as they change, as server-sent events. `check` raises HTTPException
         or ApiError once the caller may see them no more; what it raises ends the stream."""
         _check_view(view, caller)
-        if self._streams.total() >= MAX_STREAMS:
-            raise HTTPException(503, f"{MAX_STREAMS} pages are open; close one")
-        if not caller.is_admin and self._streams[caller.owner] >= MAX_STREAMS_OF_A_KEY:
-            raise HTTPException(
-                503, f"{MAX_STREAMS_OF_A_KEY} pages are open with this key; close one"
-            )
+        self._check_streams(caller)
         events = self._events(view, caller, job_id, check)
         return StreamingResponse(events, media_type="text/event-stream")
+
+    def _check_streams(self, caller: Caller) -> None:
+        bounds = [(self._streams.total(), MAX_STREAMS, "")]
+        if not caller.is_admin:
+            num_of_users = sum(num for (_, is_admin), num in self._streams.items() if not is_admin)
+            bounds += [
+                (num_of_users, MAX_STREAMS_OF_USERS, " with user keys"),
+                (self._streams[caller.owner, False], MAX_STREAMS_OF_A_KEY, " with this key"),
+            ]
+        for num, most, whose in bounds:
+            if num >= most:
+                raise HTTPException(503, f"{most} pages are open{whose}; close one")
 
     async def _events(
         self, view: str, caller: Caller, job_id: str | None, check: Callable[[], Awaitable[None]]
     ) -> AsyncIterator[str]:
-        self._streams[caller.owner] += 1
+        self._streams[caller.owner, caller.is_admin] += 1
         sent: dict[str, Part] = {}
         began_s = checked_s = quiet_since_s = time.monotonic()
         try:
@@ -167,7 +177,7 @@ class Pages:
         except (HTTPException, ApiError, BatchrunError):
             return
         finally:
-            self._streams[caller.owner] -= 1
+            self._streams[caller.owner, caller.is_admin] -= 1
             self._streams += Counter()
 
     async def _pause(self) -> None:
@@ -351,7 +361,7 @@ def _size(num_bytes: float) -> str:
 
 
 def _duration(seconds: float | None) -> str:
-    if seconds is None:
+    if seconds is None or not math.isfinite(seconds):
         return "-"
     minutes, rest_s = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
@@ -364,8 +374,13 @@ def _duration(seconds: float | None) -> str:
 
 
 def _instant(at: float | None) -> str:
-    """UTC, to the second."""
-    return "-" if at is None else datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    """UTC, to the second, as far as calendars go: a job may have any time."""
+    if at is None:
+        return "-"
+    try:
+        return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    except (ValueError, OverflowError, OSError):
+        return "after the year 9999"
 
 
 FILTERS: dict[str, Callable[..., Any]] = {
