@@ -5,7 +5,6 @@ Inputs in object storage are fetched when a job is submitted, and kept while it 
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -182,14 +181,23 @@ def keep_input(pin: InputPin, origins: Origins, links: Path) -> InputPin:
                 _move(copy, links / link_name(file))
             else:
                 _sync(file)
-                with contextlib.suppress(OSError):
-                    # A link to a symbolic link would follow it to another file one day.
-                    os.link(os.path.realpath(file.path), links / link_name(file))
+                _link(file, links)
             files.append(file)
         sync_folder(links)
     except OSError as failure:
         raise StoreError(f"{links}: cannot be written: {failure.strerror}") from None
     return pin.model_copy(update={"files": tuple(files)})
+
+
+def _link(file: PinnedFile, links: Path) -> None:
+    try:
+        # A link to a symbolic link would follow it to another file one day.
+        os.link(os.path.realpath(file.path), links / link_name(file))
+    except FileNotFoundError as failure:
+        # Deleted this very moment: nothing would be left of it.
+        raise DataError(f"{file.path}: cannot be read: {failure.strerror}") from failure
+    except OSError:
+        return  # It is there already, or the file system takes none.
 
 
 def _local(

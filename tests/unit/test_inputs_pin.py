@@ -112,6 +112,16 @@ def test_of_a_symbolic_link_the_file_is_kept(tmp_path: Path) -> None:
     verify_pin(pin, links=links)
 
 
+def test_an_input_that_goes_before_it_is_linked_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_parquet(tmp_path / "a.parquet")
+    pin = pin_of(path)
+    monkeypatch.setattr("batchrun.jobs.pin.sync_file", Path.unlink)  # Just then.
+    with pytest.raises(DataError, match=r"a\.parquet: cannot be read: No such file"):
+        keep_input(pin, {}, tmp_path / "links")
+
+
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.EROFS, errno.EIO])
 def test_what_a_file_system_cannot_sync_is_pinned_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
