@@ -79,7 +79,7 @@ class Dispatcher:
     hinter: Hinter = field(init=False)
     assigner: Assigner[ActiveJob, Slot] = field(init=False)
     _row_images: RowImages = field(init=False)
-    _reading: set[str] = field(default_factory=set)
+    _reading: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     _wake: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
@@ -115,6 +115,7 @@ class Dispatcher:
         while True:
             self._wake.clear()
             now_s = time.monotonic()
+            self._look_at_late()
             self._adopt_rows(now_s)
             assignments, again_at_s = self._assign(now_s)
             if assignments:
@@ -268,12 +269,12 @@ class Dispatcher:
         await asyncio.gather(*done)
         for task, job_id in zip(sending, by_job, strict=True):
             if task in late:  # A job whose input is read slowly holds up no other one.
-                self._reading.add(job_id)
-                task.add_done_callback(partial(self._has_read, job_id))
+                self._reading[job_id] = task
+                task.add_done_callback(lambda _: self.wake())
 
-    def _has_read(self, job_id: str, _: asyncio.Task[None]) -> None:
-        self._reading.discard(job_id)
-        self.wake()
+    def _look_at_late(self) -> None:
+        for job_id in [each for each, task in self._reading.items() if task.done()]:
+            self._reading.pop(job_id).result()
 
     async def _send_group(self, group: Sequence[SentRow]) -> None:
         async with group[0].job.reading:
@@ -401,8 +402,7 @@ class Dispatcher:
             await self._retry(assignment, outcome)
 
     async def _is_gone(self, assignment: SentRow) -> bool:
-        """Whether the row's engine is down. Where it ran solo, whether the engine really ended: a
-        moment without an answer must not condemn the row."""
+        """Whether the row's engine is down; where it ran solo, for more than a moment."""
         slot = assignment.slot
         if slot.is_down:
             return True
