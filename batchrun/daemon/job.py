@@ -134,8 +134,10 @@ class ActiveJob:
     cache_agreement: CacheAgreement = field(default_factory=CacheAgreement)
     num_cut: int = 0
     content: str = field(init=False)
+    mean_text_bytes: float = field(init=False)
 
     def __post_init__(self) -> None:
+        self.mean_text_bytes = float(self.plan.text_bytes.mean()) if self.plan.num_rows else 0.0
         self.content = xxhash.xxh3_64_hexdigest(self.record.pin.encode())
 
     @property
@@ -164,7 +166,7 @@ class ActiveJob:
     def left_work_s(self) -> float:
         """What its rows without a result take, in seconds of a usual engine, with answers as long
         as they have turned out."""
-        prompts = np.array([self.plan.text_bytes.mean() / self.plan.tokens.bytes_per_token])
+        prompts = np.array([self.mean_text_bytes / self.plan.tokens.bytes_per_token])
         more_tokens = self.answers.mean_tokens - self.costs.output_tokens
         more_s = more_tokens * float(output_token_s(USUAL, prompts)[0])
         return max(0.0, self.queue.left_work_s + self.queue.num_unfinished * more_s)

@@ -104,7 +104,7 @@ class DaemonLock(HeldLock):
                 return
         holder = self._take()
         if holder is None and self._ask(NEWEST_TERM) == (self._store.term,):
-            if self._timeline() == self._store.timeline:
+            if self._store.timeline in {None, self._timeline()}:
                 self._store.led_at_s = asked_at_s
                 return
             self.release()
@@ -135,7 +135,7 @@ class DaemonLock(HeldLock):
 
     def _timeline(self) -> str | None:
         """Asked before the lock is taken: where the server cannot tell, the connection is given up.
-        Raises StoreUnreachableError."""
+        Raises StoreError where it could tell before."""
         if not self._has_timelines:
             return None
         try:
@@ -143,6 +143,8 @@ class DaemonLock(HeldLock):
         except StoreUnreachableError:
             raise
         except StoreError as error:
+            if self._store.timeline is not None:
+                raise
             log.warning("%s: does not tell its timeline: %s", self._store.name, error)
             self._has_timelines = False
             return None

@@ -122,8 +122,11 @@ def is_committed(engine: Engine, transaction: int, timeline: str | None) -> bool
         try:
             with engine.connect() as connection:
                 status = connection.exec_driver_sql(query).scalar()
-                if timeline not in {None, connection.exec_driver_sql(TIMELINE).scalar()}:
+                now = None if timeline is None else connection.exec_driver_sql(TIMELINE).scalar()
+                if now is not None and now != timeline:
                     return False
+                if timeline is not None and now is None:
+                    status = "in progress"  # It may be promoted any moment.
         except exc.DBAPIError as error:
             # After a failover to a server that never saw it, the number lies in the future.
             status = "in progress" if _is_lost(error.orig) else "unknown"
@@ -170,7 +173,7 @@ def _begin(connection: Connection) -> None:
         name = name_of(connection.engine.url)
         raise NotLeadingError(f"{name}: another daemon leads by now; nothing was changed")
     timeline = options.get("batchrun_timeline")
-    if timeline not in {None, connection.exec_driver_sql(TIMELINE).scalar()}:
+    if timeline is not None and connection.exec_driver_sql(TIMELINE).scalar() != timeline:
         raise NotLeadingError(f"{name_of(connection.engine.url)}: {OTHER_SERVER}")
 
 

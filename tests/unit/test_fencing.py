@@ -243,6 +243,27 @@ def test_a_leader_writes_nothing_once_a_replica_that_lacks_commits_was_promoted(
         each.close()
 
 
+def test_a_server_that_does_not_tell_its_timeline_is_led_and_written_all_the_same(
+    url: str, postgres: PostgresServer
+) -> None:
+    name = url.rpartition("/")[2]
+    tells = "FUNCTION pg_walfile_name(pg_lsn)"
+    role = f"CREATE ROLE plain_{name} LOGIN PASSWORD 'plain'"
+    grants = f"GRANT ALL ON ALL TABLES IN SCHEMA public TO plain_{name}"
+    sequences = f"GRANT ALL ON ALL SEQUENCES IN SCHEMA public TO plain_{name}"
+    postgres.execute(name, role, grants, sequences, f"REVOKE EXECUTE ON {tells} FROM PUBLIC")
+    plain = f"postgresql://plain_{name}:plain@{url.rpartition('@')[2]}"
+    store, lock = leading(plain, "only")
+    assert store.timeline is None
+    jobs.create(store, new_job(), now_s=1.0)
+    select(url, END_LOCK_SESSION)
+    lock.check()
+    jobs.create(store, new_job(), now_s=2.0)
+    assert len(jobs.list_jobs(store)) == 2
+    lock.release()
+    store.close()
+
+
 def test_nobody_leads_on_a_replica(url: str, postgres: PostgresServer) -> None:
     store, lock = leading(url, "only")
     postgres.fail_over(postgres.copy(), promotes=False)

@@ -119,8 +119,9 @@ def wait_for_end(hung_s: float) -> bool:
 
 
 def main(arguments: list[str]) -> int:
-    """Guard until standard input ends."""
-    agent = os.getppid()
+    """Guard until standard input ends. The first process of a container cannot be ended."""
+    agent, given_s = os.getppid(), float(arguments[1]) if len(arguments) > 1 else math.inf
+    hung_s = math.inf if agent == 1 else given_s
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
         signal.signal(number, signal.SIG_IGN)
     record_path = Path(arguments[0])
@@ -131,7 +132,7 @@ def main(arguments: list[str]) -> int:
                 return 0
         with suppress(BrokenPipeError):
             os.write(sys.stdout.fileno(), READY)
-        if wait_for_end(float(arguments[1])) and os.getppid() == agent:
+        if wait_for_end(hung_s) and os.getppid() == agent:
             os.kill(agent, signal.SIGKILL)
         end_engine(record_path)
     return 0
