@@ -229,7 +229,7 @@ def take_up_job(
         return open_job(store, record, links=links, prompts=prompts, progress=progress)
 
 
-ENGINE_INTERVAL_S = 0.5
+ENGINE_INTERVAL_S, UNTOLD_INTERVAL_S = 0.5, 5.0
 MAX_UNTOLD = 5
 """An engine that is ready and did not tell its models, asked so often, takes rows of any."""
 MODEL_NOT_FOUND = "model_not_found"
@@ -372,7 +372,7 @@ class Opener:
                 return _Served(models, is_all=is_whole)
             which = "engines that may have its model" if models else "an engine"
             progress(f"waiting for {which}", 0, 0)
-            await asyncio.sleep(ENGINE_INTERVAL_S)
+            await asyncio.sleep(UNTOLD_INTERVAL_S if models else ENGINE_INTERVAL_S)
 
 
 class _AnyModel(frozenset[str]):
@@ -391,7 +391,9 @@ class _Served:
 
 
 async def _ask_for_models(slot: Slot) -> tuple[str, ...] | None:
-    """None where the engine does not tell now."""
+    """None where the engine does not tell now. Who has told is asked by the dispatcher."""
+    if slot.models:
+        return tuple(slot.models)
     try:
         return await slot.engine.client.models()
     except EngineError:

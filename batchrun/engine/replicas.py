@@ -165,12 +165,13 @@ class RayFleet:
 
     @property
     def order(self) -> FleetOrder:
-        """What the placer is told."""
-        wanted = [each.spec for each in self.engines if each.is_wanted or not self._leads]
+        """What the placer is told; at first it looks for all that there may be."""
+        leads = self._leads and self._has_met
+        wanted = [each.spec for each in self.engines if each.is_wanted or not leads]
         return FleetOrder(
             **msgspec.structs.asdict(self.settings),
             replicas=tuple(wanted),
-            leads=self._leads and self._has_met,
+            leads=leads,
             renewed=tuple(sorted(self._renewed)),
             emptied=tuple(sorted(self._emptied)) if self.engines else None,
         )

@@ -119,9 +119,23 @@ def _unchanged(name: str, values: Sequence[object], make: Callable[[], pl.Series
         return make()
     with suppress(*FOREIGN):
         made = make()
-        if all(map(_is_same, made.to_list(), values)):
+        if all(map(_is_same, made.to_list(), values)) or not _is_json(values):
             return made
     return pl.Series(name, values, dtype=pl.Object)
+
+
+def _is_json(values: Sequence[object]) -> bool:
+    """Whether JSON has them as they are; of bytes and times it has not."""
+
+    def plain(value: object) -> object:
+        if isinstance(value, datetime.date | datetime.time):
+            raise TypeError
+        return _plain(value)
+
+    with suppress(TypeError, ValueError, RecursionError):
+        json.dumps(list(values), default=plain)
+        return True
+    return False
 
 
 def _is_large(value: object) -> bool:

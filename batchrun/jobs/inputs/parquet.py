@@ -218,7 +218,7 @@ def _open(path: Path) -> pq.ParquetFile:
 def _json_columns(path: Path, marks: Mapping[bytes, bytes] | None) -> frozenset[str]:
     try:
         return frozenset(json.loads((marks or {}).get(JSON_COLUMNS.encode(), b"[]")))
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         raise DataError(f"{path}: its mark {JSON_COLUMNS} is no list of columns") from None
 
 
