@@ -84,7 +84,7 @@ def _check_model(spec: JobSpec, before: JobSpec, job_id: str, home: Home) -> Non
     if spec.model != DEFAULT_MODEL or before.model != DEFAULT_MODEL or before.is_openai_batch:
         return
     answered = answering_model(job_id, home)
-    answers = None if answered is None else default_model(home, as_is=True)
+    answers = None if answered is None else default_model(home)
     if answers is not None and answers != answered:
         raise JobSpecError(
             f"{job_id} was answered by the model {answered!r}, and {answers!r} answers now; "
@@ -103,18 +103,15 @@ def answering_model(job_id: str, home: Home) -> str | None:
     return None
 
 
-def default_model(home: Home, *, as_is: bool = False) -> str | None:
+def default_model(home: Home) -> str | None:
     """The model that answers where none is named, as far as it is known; engines that begin have a
-    while to tell. Without a daemon it is that of batchrun.yaml, unless only what runs now counts,
-    `as_is`. Of attached ones it is not: their replies may tell another name than their lists.
+    while to tell. Of attached ones it is not: their replies may tell another name than their lists.
     """
     deadline_s = time.monotonic() + MODEL_WAIT_S
     while True:
         try:
             engines = DaemonClient(home).get("/status")["engines"]
         except DaemonUnavailableError:
-            if as_is:
-                return None
             deployment = read_deployment(None)
             first = deployment.engines[0]
             return deployment.for_engine(first).model_name if first.is_vllm else None
@@ -122,7 +119,7 @@ def default_model(home: Home, *, as_is: bool = False) -> str | None:
             return None
         model = next((engine["model"] for engine in engines if engine["model"]), None)
         may_tell = any(engine["state"] in {"starting", "ready"} for engine in engines)
-        if model is not None or not may_tell or as_is or time.monotonic() > deadline_s:
+        if model is not None or not may_tell or time.monotonic() > deadline_s:
             return None if model is None else str(model)
         time.sleep(LOOK_S)
 

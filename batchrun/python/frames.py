@@ -119,7 +119,8 @@ def _unchanged(name: str, values: Sequence[object], make: Callable[[], pl.Series
         return make()
     with suppress(*FOREIGN):
         made = make()
-        if all(map(_is_same, made.to_list(), values)) or not _is_json(values):
+        is_same = all(map(_is_same, made.to_list(), values))
+        if is_same or (len(kinds) == 1 and not _is_json(values)):
             return made
     return pl.Series(name, values, dtype=pl.Object)
 

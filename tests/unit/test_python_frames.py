@@ -267,6 +267,14 @@ def test_what_a_library_raises_on_a_frame_is_a_line(
         frame_of(pl.DataFrame({"n": [1]}).to_arrow()).select(["n"])
 
 
+def test_bytes_and_times_in_dicts_of_other_keys_are_told_as_by_polars(tmp_path: Path) -> None:
+    day = datetime.datetime(2026, 1, 2)
+    for one, other in ((b"1", b"2"), (day, 1), (range(3), [1])):
+        table = frame_of_rows([{"a": {"x": one}}, {"a": {"y": other}}]).select(["a"])
+        assert table["a"].dtype != pl.Object
+        assert kept_rows(table, tmp_path).exists()
+
+
 def test_bytes_among_other_values_are_refused(tmp_path: Path) -> None:
     table = frame_of_rows([{"a": b"x"}, {"a": "x"}]).select(["a"])
 
