@@ -28,12 +28,11 @@ from batchrun.jobs.spec import JobSpec, told_fields
 from batchrun.store import jobs
 from batchrun.store.database import Store, open_store, open_to_read
 from batchrun.store.jobs import JobRecord, NewJob
-from batchrun.types import JobState
+from batchrun.types import DEFAULT_MODEL, JobState
 
 LOCK_WAIT_S = 2.0
 LOOK_S = 0.2
 MODEL_WAIT_S = 10.0
-DEFAULT_MODEL = "default"
 MAX_ROWS_READ = 64
 """Of a job, to find an answer among them."""
 

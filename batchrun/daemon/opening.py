@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from batchrun.daemon.dispatcher import MAX_UNTOLD
 from batchrun.daemon.engine_link import Slot
 from batchrun.daemon.faults import IDENTICAL_ERRORS_LIMIT, SOLO, CircuitBreaker, Doubts, Trials
 from batchrun.daemon.job import ActiveJob, estimate_costs, work_of_plan
@@ -230,8 +231,6 @@ def take_up_job(
 
 
 ENGINE_INTERVAL_S, UNTOLD_INTERVAL_S = 0.5, 5.0
-MAX_UNTOLD = 5
-"""An engine that is ready and did not tell its models, asked so often, takes rows of any."""
 MODEL_NOT_FOUND = "model_not_found"
 STORAGE_INTERVAL_S = 5.0
 MAX_OPENINGS = 2

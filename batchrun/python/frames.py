@@ -29,16 +29,8 @@ NAME_CHARS = 16
 
 
 FOREIGN = (
-    pl.exceptions.PolarsError,
-    pl.exceptions.PanicException,
-    ArithmeticError,
-    AttributeError,
-    ImportError,
-    LookupError,
-    OSError,
-    RuntimeError,
-    TypeError,
-    ValueError,
+    *(pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError, ImportError),
+    *(ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError),
 )
 """What libraries raise on data that they cannot take."""
 
@@ -94,7 +86,9 @@ def frame_of_rows(rows: Sequence[Mapping[str, object]]) -> Frame:
     """Rows in plain Python; a key that a row lacks is null. Raises DataError."""
     names = dict.fromkeys(name for row in rows for name in row)
     with _told("the rows do not make a table"):
-        table = pl.DataFrame([_of_values(name, [row.get(name) for row in rows]) for name in names])
+        table = pl.DataFrame({
+            name: _of_values(name, [row.get(name) for row in rows]) for name in names
+        })
     return _polars(table, lambda joined: joined)
 
 
@@ -117,6 +111,9 @@ def _unchanged(name: str, values: Sequence[object], make: Callable[[], pl.Series
     has_large = kinds == {int} and any(map(_is_large, values))
     if len(kinds) <= 1 and kinds <= _PLAIN and not has_large:
         return make()
+    # Raises ValueError and RecursionError for values that hold themselves, or are nested so deeply
+    # that polars would crash the process.
+    json.dumps(list(values), skipkeys=True, default=id)
     with suppress(*FOREIGN):
         made = make()
         is_same = all(map(_is_same, made.to_list(), values))

@@ -275,6 +275,18 @@ def test_bytes_and_times_in_dicts_of_other_keys_are_told_as_by_polars(tmp_path: 
         assert kept_rows(table, tmp_path).exists()
 
 
+def test_values_without_end_are_refused_and_columns_without_a_name_are_not(tmp_path: Path) -> None:
+    own: dict[str, object] = {}
+    own["me"] = own
+    deep: list[object] = []
+    for _ in range(5_000):
+        deep = [deep]
+    for value in (own, deep):
+        with pytest.raises(DataError, match=r"^the rows do not make a table: "):
+            frame_of_rows([{"a": value}])
+    assert kept_rows(frame_of_rows([{"": 1}]).select([""]), tmp_path).exists()
+
+
 def test_bytes_among_other_values_are_refused(tmp_path: Path) -> None:
     table = frame_of_rows([{"a": b"x"}, {"a": "x"}]).select(["a"])
 

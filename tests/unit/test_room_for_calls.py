@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import scheduler_rig as rig
 import torch
@@ -19,9 +21,9 @@ SLIDING = SlidingWindowSpec(
 MAMBA = MambaSpec(SIZE, shapes=((1,),), dtypes=(torch.float16,), mamba_cache_mode="align")
 
 
-def full_of_rows(num_rows: int, **more: object) -> ColocatedScheduler:
+def full_of_rows(num_rows: int, **more: Any) -> ColocatedScheduler:
     """A scheduler whose rows have taken all the KV that they may."""
-    scheduler = rig.ours(rig.build(**more))  # type: ignore[arg-type]
+    scheduler = rig.ours(rig.build(**more))
     for row in range(num_rows):
         scheduler.add_request(rig.make_request(f"{row}-row", 200, row=row, max_tokens=100))
     for _ in range(20):
