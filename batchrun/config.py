@@ -285,7 +285,9 @@ DEFAULT_FILE = "batchrun.yaml"
 class Environment(BaseSettings):
     """What BATCHRUN_* variables may set; flags come first, then these, then the file."""
 
-    model_config = SettingsConfigDict(env_prefix="BATCHRUN_", extra="ignore", frozen=True)
+    model_config = SettingsConfigDict(
+        env_prefix="BATCHRUN_", env_ignore_empty=True, extra="ignore", frozen=True
+    )
 
     home: Path | None = None
     config: Path | None = None

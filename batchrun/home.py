@@ -41,6 +41,8 @@ class DaemonAddress:
     token: str
 
 
+UNLISTED = "unlisted"
+"""The folder, among files of the API, of those that a starting daemon's store did not list."""
 DEFAULT_HOME = Path("~/.local/state/batchrun")
 
 
@@ -60,6 +62,7 @@ class Home:
         self.results = self.path / "results"
         self.frames = self.path / "frames"
         self.uploads = self.path / "uploads"
+        self.unlisted = self.files / UNLISTED
         self.engine_environment = self.path / "engine-env"
         self.trace_salt = self.path / "trace-salt"
         self.history = self.path / "history.jsonl"
@@ -79,8 +82,9 @@ class Home:
 
     @property
     def kept_rows(self) -> tuple[Path, ...]:
-        """Where rows lie that came from a DataFrame or the page, beside their answers."""
-        return (self.frames, self.uploads)
+        """Where rows lie that came from a DataFrame or the page, beside their answers, and files of
+        the API that the store did not list when a daemon began."""
+        return (self.frames, self.uploads, self.unlisted)
 
     def agent(self, name: str) -> Home:
         """The home of an engine's agent: what concerns that engine lies there."""
@@ -105,15 +109,18 @@ class Home:
         return self.path / "secret"
 
     @property
-    def store_location(self) -> str | Path:
-        """Where the jobs are: the database's URL that `batchrun up` recorded, or the SQLite file.
-
-        The URL may hold a password.
-        """
+    def recorded_store_url(self) -> str | None:
+        """The database's URL that `batchrun up` recorded, which may hold a password; None where
+        the jobs are in the SQLite file."""
         try:
             return self.store_url_file.read_text().strip()
         except FileNotFoundError:
-            return self.store
+            return None
+
+    @property
+    def store_location(self) -> str | Path:
+        """Where the jobs are: a database's URL, or the SQLite file."""
+        return self.recorded_store_url or self.store
 
     @property
     def files_url(self) -> str | None:

@@ -90,14 +90,14 @@ class SmallCache:
 
     def free(self, request: str, *, is_online: bool) -> None:
         """Take the request's blocks back, the end of the chain first, as vLLM does."""
-        self.tiers.is_freeing_call = is_online
+        if is_online:
+            self.tiers.mark_call(self.held[request])
         unused = []
         for block in reversed(self.held.pop(request)):
             block.ref_cnt -= 1
             if block.ref_cnt == 0:
                 unused.append(block)
         self.queue.append_n(unused)
-        self.tiers.is_freeing_call = False
 
     def refile(self, fallen: list[RadixNode]) -> None:
         """File blocks whose tier fell again."""

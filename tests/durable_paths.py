@@ -25,7 +25,7 @@ from batchrun.errors import BatchrunError
 from batchrun.home import Home
 from batchrun.jobs.batch import new_batch_job, validate_input
 from batchrun.jobs.pin import InputPin, link_name
-from batchrun.jobs.results.file_bytes import FileBytes, check_contents, recover_files
+from batchrun.jobs.results.file_bytes import MARK, FileBytes, check_contents, recover_files
 from batchrun.jobs.results.keeping import check_files
 from batchrun.jobs.spec import JobSpec
 from batchrun.jobs.submit import prepare_job
@@ -223,8 +223,8 @@ class Upload(DurableWay):
     def _check(self, store: Store, acknowledged: Sequence[str]) -> None:
         assert {file.id for file in files.list_all(store)} >= set(acknowledged)
         listed = {file.id for file in files.list_all(store)}
-        lying = {path.name for path in self.home.files.iterdir()}
-        assert {name for name in lying if not name.endswith(".part")} == listed
+        lying = {path.name for path in self.home.files.iterdir() if path.is_file()}
+        assert {name for name in lying if not name.endswith((".part", MARK))} == listed
 
 
 class BatchStart(DurableWay):

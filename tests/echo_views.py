@@ -32,7 +32,7 @@ NO_HIT = PrefixHit()
 
 
 @dataclass(frozen=True, slots=True)
-class _Kv:
+class Kv:
     """What the KV cache has of a request: a hit while it waits, blocks of its own while it runs;
     `num_followers` will read what it reads."""
 
@@ -58,7 +58,7 @@ def idle(num_tokens: int) -> PrefixHit:
 
 def call(name: str = "call", *, prompt: int = 99, output: int = 50, **fields: Any) -> RequestView:
     """A waiting online request: TTFT bound 1 s, TPOT bound 50 ms. It asks for 10 blocks."""
-    bounds = {"slo_ttft_s": 1.0, "slo_tpot_s": 0.05, "arrival_at_s": NOW_S, "handle": _Kv()}
+    bounds = {"slo_ttft_s": 1.0, "slo_tpot_s": 0.05, "arrival_at_s": NOW_S, "handle": Kv()}
     return _request(name, RequestClass.ONLINE, prompt, output, bounds | fields)
 
 
@@ -88,7 +88,7 @@ def row(
     **fields: Any,
 ) -> RequestView:
     """A waiting offline row. Without a hit it asks for 10 blocks."""
-    kv = _Kv(hit=hit, num_followers=num_followers)
+    kv = Kv(hit=hit, num_followers=num_followers)
     given = {"arrival_at_s": NOW_S, "is_row": True, "handle": kv}
     given["group"] = group_of(document)
     return _request(name, RequestClass.OFFLINE, prompt, output, given | fields)
@@ -176,8 +176,8 @@ def _running(
     return request
 
 
-def _kv(request: RequestView) -> _Kv:
-    assert isinstance(request.handle, _Kv)
+def _kv(request: RequestView) -> Kv:
+    assert isinstance(request.handle, Kv)
     return request.handle
 
 

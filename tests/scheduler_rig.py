@@ -82,6 +82,8 @@ def make_request(
     lora: int = 0,
     max_tokens: int = 3,
     resumable: bool = False,
+    stop: list[str] | None = None,
+    priority: int = 0,
     features: list[MultiModalFeatureSpec] | None = None,
 ) -> Request:
     """A request with a prompt of its own; offline where it has a `row`."""
@@ -93,12 +95,14 @@ def make_request(
         sampling_params=SamplingParams(
             max_tokens=max_tokens,
             ignore_eos=True,
+            stop=stop,
             extra_args=None if row is None else {HINT_KEY: hint(row)},
         ),
         pooling_params=None,
         arrival_time=0.0,
         lora_request=adapter,
         resumable=resumable,
+        priority=priority,
         mm_features=features,
         block_hasher=BlockHasher(BLOCK_TOKENS, ()),
     )

@@ -168,6 +168,11 @@ class ReuseIndex:
         self._tree.front_rank = max(self._tree.front_rank, front_rank)
 
     @property
+    def epoch(self) -> int:
+        """The start of the daemon whose rows and ranks count."""
+        return self._epoch
+
+    @property
     def front_rank(self) -> int:
         """The rank at which the engine works now."""
         return self._tree.front_rank

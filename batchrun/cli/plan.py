@@ -129,6 +129,9 @@ def plan(
     if not len(calls):
         raise InputError(f"{trace}: has no calls")
     jobs = [job_of_file(path, JobTerms()) for path in job or []]
+    for path, planned in zip(job or [], jobs, strict=True):
+        if not planned.num_rows:
+            raise InputError(f"--job {path}: no row can run; `batchrun submit --dry-run` says why")
     request = PlanRequest(
         calls,
         kinds,

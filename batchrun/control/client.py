@@ -16,6 +16,8 @@ from batchrun.errors import BatchrunError, DaemonUnavailableError, NotLeadingErr
 from batchrun.files import StoreLock
 from batchrun.home import CONTROL_PREFIX, Home
 
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""Opens URLs past every proxy of the environment, as the daemon and the gateway do."""
 TIMEOUT_S = 30.0
 JsonDocument = dict[str, Any]
 LEADERS = ("/jobs/", "/offline", "/keys", "/engines", "/fleets", "/served", "/foretell")
@@ -98,7 +100,7 @@ class DaemonClient:
             },
         )
         try:
-            with urllib.request.urlopen(request, timeout=self._timeout_s) as response:
+            with DIRECT.open(request, timeout=self._timeout_s) as response:
                 answer: JsonDocument = json.load(response)
                 return answer
         except urllib.error.HTTPError as error:

@@ -17,9 +17,15 @@ from typing import IO
 
 from batchrun.control.client import DaemonClient
 from batchrun.control.following import ProgressBar
-from batchrun.control.starting import POLL_INTERVAL_S, start_in_background, stop_everything
+from batchrun.control.starting import (
+    POLL_INTERVAL_S,
+    find_running,
+    start_in_background,
+    stop_everything,
+)
 from batchrun.engine import process
-from batchrun.files import try_lock
+from batchrun.errors import BatchrunError
+from batchrun.files import StoreLock, try_lock
 from batchrun.home import Home
 
 
@@ -42,8 +48,8 @@ def deployment_up(
         finally:
             # A second Ctrl-C would leave an engine running.
             with _uninterrupted():
-                if try_lock(calls.fileno()) and _is_for_calls(home):
-                    stop_everything(home)
+                if try_lock(calls.fileno()) and (before := _ran_before(home)) is not None:
+                    stop_everything(home, spared=before)
 
 
 @contextmanager
@@ -58,22 +64,48 @@ def _start(home: Home, flags: Sequence[str], *, is_shown: bool) -> None:
     """Start what does not run, and note that it is there for calls alone."""
     if DaemonClient(home).is_running():
         return
+    before, of_calls = find_running(home), _ran_before(home)
+    if of_calls is not None:
+        before &= of_calls  # The others an earlier call began, and was killed.
     try:
         start_in_background(home, flags, is_shown=is_shown)
+    except BaseException as failure:
+        # A daemon that was faster serves as well.
+        if isinstance(failure, BatchrunError) and DaemonClient(home).is_running():
+            return
+        _undo(home, before)
+        raise
+    try:
         record = process.read_record(home.daemon_process)
-        _note(home).write_text("" if record is None else record.nonce)
+        _note(home).write_text("\n".join(["" if record is None else record.nonce, *before]))
     except BaseException:
-        with _uninterrupted():
-            stop_everything(home)
+        _undo(home, before)
         raise
 
 
-def _is_for_calls(home: Home) -> bool:
-    """Whether what runs was started for calls, and not by `batchrun up`."""
-    record = process.read_record(home.daemon_process)
+def _undo(home: Home, before: set[str]) -> None:
+    """End what was begun, unless a daemon that this is not has it."""
+    own, holder = _daemon(home)
+    is_own = own is not None and own.pid == holder and own.nonce not in before
+    if holder is None or is_own:
+        with _uninterrupted():
+            stop_everything(home, spared=before)
+
+
+def _ran_before(home: Home) -> set[str] | None:
+    """What ran before a daemon was started for calls; None where what runs was started by
+    `batchrun up`."""
+    record, holder = _daemon(home)
     with suppress(FileNotFoundError):
-        return record is not None and _note(home).read_text() == record.nonce
-    return False
+        nonce, *before = _note(home).read_text().split("\n")
+        if record is not None and nonce == record.nonce and holder in {None, record.pid}:
+            return set(before)
+    return None
+
+
+def _daemon(home: Home) -> tuple[process.ProcessRecord | None, int | None]:
+    """The daemon that was last started in the background, and the pid of the one that runs."""
+    return process.read_record(home.daemon_process), StoreLock(home.store_lock).find_holder()
 
 
 def _note(home: Home) -> Path:

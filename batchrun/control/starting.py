@@ -8,15 +8,14 @@ import os
 import signal
 import sys
 import time
-import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from batchrun.config import STOCK_POLICY, Deployment, load_deployment
-from batchrun.control.client import DaemonClient
+from batchrun.control.client import DIRECT, DaemonClient
 from batchrun.control.following import ProgressBar
 from batchrun.engine import process
 from batchrun.engine.replicas import end_fleet, leave_to_leader
@@ -45,6 +44,8 @@ ANSWER_WAIT_S = 10.0
 """A daemon that lives answers sooner."""
 LOOK_WAIT_S = 5.0
 """Who only looks need not wait for so long."""
+_SHOWN = {"gateway": "gateway", "agent": "agent of engine {}", "engine": "engine {}"}
+"""What is said of a process that ended, by the first word of its record's name."""
 
 
 def read_deployment(config: Path | None, **flags: str | None) -> Deployment:
@@ -141,11 +142,10 @@ def _ask_own(home: Home, daemon: process.ProcessRecord) -> dict[str, Any]:
 
 def _wait_for_calls(gateway_url: str, daemon: process.ProcessRecord) -> None:
     """Until the gateway says that calls can be answered, while the daemon lives."""
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     deadline_s = time.monotonic() + CALLS_WAIT_S
     while time.monotonic() < deadline_s and process.is_alive(daemon):
         with suppress(OSError, http.client.HTTPException):
-            opener.open(gateway_url + "/readyz", timeout=ANSWER_WAIT_S).close()
+            DIRECT.open(gateway_url + "/readyz", timeout=ANSWER_WAIT_S).close()
             return
         time.sleep(CALLS_POLL_S)
 
@@ -188,23 +188,42 @@ def describe_silence(home: Home, waited_s: float = LOOK_WAIT_S) -> str | None:
     )
 
 
-def stop_everything(home: Home) -> list[str]:
-    """Stop daemon, gateway and engines of a home; returns what was running. Raises EngineError when
-    Ray does not end a fleet, StoreError when the database does not tell whether to end any."""
+def find_running(home: Home) -> set[str]:
+    """The daemon, gateway, engines, agents and fleets of a home that run, for `stop_everything`."""
+    paths = [home.daemon_process, home.gateway_process]
+    paths += [*home.run.glob("agent-*.json"), *home.run.glob("engine-*.json")]
+    records = [process.read_record(path) for path in paths]
+    running = {each.nonce for each in records if each is not None and process.find_family(each)}
+    return running | {path.stem for path in home.run.glob("fleet-*.json")}
+
+
+def is_led_by_another(home: Home) -> bool:
+    """Whether the daemon of a home is not the one that was last started in the background."""
+    holder, own = StoreLock(home.store_lock).find_holder(), process.read_record(home.daemon_process)
+    return holder is not None and (own is None or holder != own.pid)
+
+
+def stop_everything(home: Home, *, spared: Collection[str] = ()) -> list[str]:
+    """Stop daemon, gateway and engines of a home, but for those of `find_running` that are spared;
+    returns what was running. Raises EngineError when Ray does not end a fleet, StoreError when the
+    database does not tell whether to end any."""
     stopped: list[str] = []
     is_daemon_stopped = _stop_daemon(home)
     # A daemon that has only just been spawned does not hold the lock yet.
     if process.stop_recorded(home.daemon_process, STOP_WAIT_S) or is_daemon_stopped:
         stopped.append("daemon")
-    if process.stop_recorded(home.gateway_process):
-        stopped.append("gateway")
-    for record_path in sorted(home.run.glob("agent-*.json")):
-        if process.stop_agent(record_path):
-            stopped.append(record_path.stem.replace("agent-", "agent of engine "))
-    for record_path in sorted(home.run.glob("engine-*.json")):
-        if process.stop_recorded(record_path):
-            stopped.append(record_path.stem.replace("engine-", "engine "))
-    if fleets := sorted(home.run.glob("fleet-*.json")):
+    ending = [home.gateway_process, *sorted(home.run.glob("agent-*.json"))]
+    for record_path in [*ending, *sorted(home.run.glob("engine-*.json"))]:
+        kind, _, name = record_path.stem.partition("-")
+        record = process.read_record(record_path)
+        if record is None or record.nonce in spared:
+            continue
+        end = process.stop_agent if kind == "agent" else process.stop_recorded
+        if end(record_path):
+            stopped.append(_SHOWN[kind].format(name))
+    if fleets := [
+        path for path in sorted(home.run.glob("fleet-*.json")) if path.stem not in spared
+    ]:
         with _leading(home) as leads:
             if leads is not None:
                 stopped += _end_fleets(fleets, home, leads)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from batchrun.errors import (
     DaemonUnavailableError,
     JobSpecError,
     NotLeadingError,
-    StateError,
     UnknownJobError,
 )
 from batchrun.files import StoreLock, is_url
@@ -33,8 +32,6 @@ from batchrun.types import DEFAULT_MODEL, JobState
 LOCK_WAIT_S = 2.0
 LOOK_S = 0.2
 MODEL_WAIT_S = 10.0
-MAX_ROWS_READ = 64
-"""Of a job, to find an answer among them."""
 
 
 @contextmanager
@@ -95,11 +92,12 @@ def answering_model(job_id: str, home: Home) -> str | None:
     """The model that gave a job's answers; None where there is none, or they do not tell."""
     from batchrun.store import results
 
-    with stored_job(job_id, home) as (store, record), suppress(StateError):
-        bodies = (each.body for each in results.read(store, record.seq, limit=MAX_ROWS_READ))
-        body = next(filter(None, bodies), None)
-        return None if body is None else json.loads(body).get("model")
-    return None
+    with stored_job(job_id, home) as (store, record):
+        answer = results.first_answer(store, record.seq)
+        if answer is None or answer.body is None:
+            return None
+        model: str | None = json.loads(answer.body).get("model")
+        return model
 
 
 def default_model(home: Home) -> str | None:

@@ -348,13 +348,15 @@ class JobEnd:
             return False
         if record.ends_as is JobState.FAILED and record.state is JobState.FINALIZING:
             reason = await until_reached(_common_error, self.store, record)
-        finish: Callable[..., JobRecord] = partial(jobs.finish, now_s=time.time(), reason=reason)
+        finish: Callable[..., JobRecord] = partial(
+            jobs.finish, now_s=time.time(), reason=reason, exported=record
+        )
         try:
             ended = await until_stored(finish, self.store, record.id)
         except StateError as error:
             log.info("%s", error)
-        else:
-            log.info("%s: %s, %s", ended.id, ended.state, ended.reason or ended.output_path)
+            return False
+        log.info("%s: %s, %s", ended.id, ended.state, ended.reason or ended.output_path)
         return True
 
 

@@ -146,6 +146,7 @@ class TrialEngine:
     slots: Sequence[EngineSlot]
     slot: EngineSlot | None = None
     _alone_since_s: float | None = None
+    _away_since_s: float | None = None
 
     def set_apart(self, now_s: float, *, has_suspects: bool) -> bool:
         """Choose, keep or give back the engine. Returns whether suspects wait for it; else they go
@@ -156,7 +157,7 @@ class TrialEngine:
         if len(living) < 2 or self._is_alone(now_s):
             self._give_back()
             return False
-        if self.slot is not None and self.slot.is_lost:
+        if self.slot is not None and (self.slot.is_lost or self._is_away(self.slot, now_s)):
             self._give_back()
         usable = [slot for slot in living if slot.is_usable]
         if self.slot is None and len(usable) >= 2:
@@ -185,7 +186,17 @@ class TrialEngine:
             self._alone_since_s = now_s
         return self._alone_since_s is not None and now_s - self._alone_since_s > COMPANY_WAIT_S
 
+    def _is_away(self, slot: EngineSlot, now_s: float) -> bool:
+        """Whether the engine that is set apart has not answered for long: its machine may never
+        come back."""
+        if slot.is_usable:
+            self._away_since_s = None
+        elif self._away_since_s is None:
+            self._away_since_s = now_s
+        return self._away_since_s is not None and now_s - self._away_since_s > COMPANY_WAIT_S
+
     def _give_back(self) -> None:
+        self._away_since_s = None
         if self.slot is not None:
             self.slot.is_set_apart, self.slot.apart_since_s = False, None
             self.slot = None

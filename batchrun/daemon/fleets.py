@@ -244,7 +244,8 @@ async def _end_left_over(seen: Path, log_path: Path, leads: Callable[[], bool]) 
 async def _shrink(
     fleet: RayFleet, wanted: Sequence[str], leaving: Sequence[tuple[Slot, float]]
 ) -> None:
-    """End replicas, each once it is empty or at its instant."""
+    """End replicas, each once it is empty or at its instant. Nothing more is sent to one, though
+    its link comes and goes, until it is wanted again."""
     staying = {slot.engine.name for slot, _ in leaving}
 
     async def end(slot: Slot, by_s: float) -> None:
@@ -252,7 +253,6 @@ async def _shrink(
         staying.discard(slot.engine.name)
         fleet.want([*wanted, *staying], emptied=slot.engine.name)
         await fleet.until_gone(slot.engine.name)
-        end_draining(slot, SHRINKING)
 
     for slot, _ in leaving:
         begin_draining(slot, SHRINKING)
@@ -277,7 +277,7 @@ async def _keep_renewing(fleet: RayFleet, slots: Sequence[Slot]) -> None:
         lost = [
             slot for slot in outdated if now_s - unready_s.get(slot.engine.name, now_s) > UNREADY_S
         ]
-        if lost or (outdated and not away):
+        if not fleet.trouble and (lost or (outdated and not away)):
             chosen = (lost or outdated)[0]
             renewed.add(chosen.engine.name)
             await _renew(fleet, chosen)

@@ -139,9 +139,9 @@ def _take_over(
         )
         batch.append((record.seq, outcome))
         if len(batch) == ROWS_PER_COMMIT:
-            num_new += results.commit(store, batch, now_s=time.time())
+            num_new += results.commit(store, batch, now_s=time.time(), are_taken_over=True)
             batch = []
-    return num_new + results.commit(store, batch, now_s=time.time())
+    return num_new + results.commit(store, batch, now_s=time.time(), are_taken_over=True)
 
 
 log = logging.getLogger(__name__)

@@ -58,7 +58,7 @@ class ManagedSettings:
     check_interval_s: float = 1.0
     backoff_first_s: float = 1.0
     backoff_limit_s: float = 60.0
-    healthy_reset_s: float = 60.0
+    healthy_reset_s: float = 300.0
     unresponsive_restart_s: float = 120.0
     max_failed_starts: int = 5
 

@@ -124,13 +124,24 @@ class ManagedEngine:
         command = await asyncio.to_thread(prepare_command, self.settings)
         record_path, secret = self.settings.record_path, self.settings.api_key
         self._record = await asyncio.to_thread(process.adopt, record_path, command.argv, secret)
+        if self._record is not None and not await self._adopted(self._record):
+            self._record = None
         if self._record is None:
             await self._end_process("ending the engine that ran before")
             await asyncio.to_thread(check_port_free, self.settings.host, self.settings.port)
             self._record = await self._spawn(command)
-        await self._wait_ready(self._record)
+            await self._wait_ready(self._record)
         self.state, self.stage = EnginePhase.READY, "ready"
         self.num_failed_starts = 0
+
+    async def _adopted(self, record: ProcessRecord) -> bool:
+        """Whether the engine that runs already answers, now or once it has started."""
+        try:
+            await self._wait_ready(record)
+        except EngineError as error:
+            log.warning("%s; it ran already, and is started anew", error)
+            return False
+        return True
 
     async def _end_process(self, stage: str) -> None:
         """End what the record names: also an engine of other arguments, and children of one that

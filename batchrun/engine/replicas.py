@@ -210,14 +210,16 @@ class RayFleet:
             self._renewed.discard(name)
 
     async def renew(self, name: str) -> None:
-        """End a replica that is outdated, and have it placed anew; returns once it has gone, or is
-        not outdated after all."""
+        """End a replica that is outdated, and have it placed anew; returns once it has gone, is not
+        outdated after all, or none can be placed for now."""
         engine = self.engine(name)
         before = _start_of(engine) or "none"
         self._renewed.add(name)
         self._changed.set()
         try:
-            await _until(lambda: name not in self.outdated)
+            await _until(lambda: name not in self.outdated or bool(self.trouble))
+            if name in self.outdated:
+                return
             await _until(lambda: self._is_settled(name) or _start_of(engine) != before)
         finally:
             self._renewed.discard(name)

@@ -27,11 +27,12 @@ Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
 WARM_S = 20.0
-"""Calls of the first seconds are load, and not judged."""
+"""Calls of the first seconds are load, and not judged; of so many more as an answer takes."""
 ENGINE_S = 960.0
 """So long is judged in all: one engine for that long, four for a quarter of it each."""
 LEAST_JUDGED_S = 90.0
 REST_S = 20.0
+"""Answers that take longer than that beyond the last call are taken to go on at their pace."""
 MOST_SHARE, LEAST_SHARE = 1.2, 0.1
 """Rates that are tried, as shares of what the engine could do at most."""
 NUM_RATES = 56
@@ -112,6 +113,13 @@ class _Engine:
                 return
             self._step()
 
+    def foresee(self) -> None:
+        """Give the answers under way the ends that they come to at their pace so far."""
+        for end, _, call in self.ends:
+            num_steps = call.output_tokens - 1 - (end - self._num_steps)
+            pace_s = (self.now_s - call.first_token_s) / max(num_steps, 1)
+            call.end_s = call.first_token_s + pace_s * (call.output_tokens - 1)
+
     def _step(self) -> None:
         self._admit()
         num_decodes, contexts = len(self.ends), self._context_tokens
@@ -168,10 +176,10 @@ class EngineTrial:
 
     def kept(self, rate_per_s: float, num_engines: int) -> float:
         """The share of calls that keep both bounds where so many come a second to so many engines,
-        each to the one with the least to do; one without an end keeps neither."""
-        judged_s = max(ENGINE_S / num_engines, LEAST_JUDGED_S)
+        each to the one with the least to do; one without a first token keeps neither."""
+        warm_s, judged_s = self._warm_s(), max(ENGINE_S / num_engines, LEAST_JUDGED_S)
         rng = np.random.default_rng(self.seed)
-        end_s = WARM_S + judged_s
+        end_s = warm_s + judged_s
         num = rng.poisson(rate_per_s * end_s)
         at_s = np.sort(rng.uniform(0.0, end_s, num))
         calls = self._drawn(at_s, rng)
@@ -190,7 +198,8 @@ class EngineTrial:
             chosen.take(call)
         for engine in engines:
             engine.advance(end_s + REST_S)
-        judged = [call for call in calls if call.arrival_s >= WARM_S]
+            engine.foresee()
+        judged = [call for call in calls if call.arrival_s >= warm_s]
         return sum(map(self._is_kept, judged)) / len(judged) if judged else 1.0
 
     def rate_per_s(self, num_engines: int) -> float:
@@ -212,11 +221,19 @@ class EngineTrial:
         tokens = self.room.budget_tokens
         prefill_s = self.model.predict_s(StepLoad.of([(tokens, tokens, False)])) / tokens
         missed = float((self.lengths.prompt_tokens - self.lengths.cached_tokens).mean())
+        num, step_s = self._full_batch()
+        return missed * prefill_s + float(self.lengths.output_tokens.mean()) * step_s / num
+
+    def _warm_s(self) -> float:
+        """Until as many calls are under way as come to be, where they may not take longer."""
+        step_s = min(self._full_batch()[1], self.promise.tpot_s)
+        return WARM_S + float(self.lengths.output_tokens.mean()) * step_s
+
+    def _full_batch(self) -> tuple[int, float]:
+        """How many calls decode at once at most, and how long such a step takes."""
         contexts = float(self.lengths.prompt_tokens.mean())
         num = max(1, min(self.room.max_running, int(self.room.kv_tokens / max(contexts, 1.0))))
-        batch = StepLoad.of([(1, max(1, round(contexts)), True)] * num)
-        decode_s = self.model.predict_s(batch) / num
-        return missed * prefill_s + float(self.lengths.output_tokens.mean()) * decode_s
+        return num, self.model.predict_s(StepLoad.of([(1, max(1, round(contexts)), True)] * num))
 
     def _is_kept(self, call: _Call) -> bool:
         tpot_s = (call.end_s - call.first_token_s) / max(call.output_tokens - 1, 1)

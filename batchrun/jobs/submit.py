@@ -12,11 +12,10 @@ import re
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Self
 
-import msgspec
 import numpy as np
 import xxhash
 
@@ -192,7 +191,14 @@ def open_submitted(record: JobRecord, spec: JobSpec, *, links: Path) -> InputDat
     """The input as it was at submission. Raises DataError naming the file that changed."""
     pin = InputPin.model_validate_json(record.pin)
     verify_pin(pin, links=links)
-    return open_pinned(spec.input, pin, links=links)
+    data = open_pinned(spec.input, pin, links=links)
+    if data.num_rows != record.num_rows:
+        data.close()
+        raise DataError(
+            f"{record.id}: its input has {data.num_rows:,} rows, and had {record.num_rows:,} when "
+            "it was submitted; cancel the job and submit the file again"
+        )
+    return data
 
 
 TextWatch = Callable[[Sequence[bytes]], None]
@@ -277,6 +283,7 @@ def plan_job(
     builder = ChainBuilder(salt)
     text_bytes = np.zeros(data.num_rows, dtype=np.int64)
     errors: dict[int, RowError] = {}
+    alike: dict[RowError, RowError] = {}
     text_of = prompts.text if template.may_name_media else prompts.layout
     sampled = set(sample_rows(data.num_rows).tolist())
     sample: list[bytes] = []
@@ -286,7 +293,7 @@ def plan_job(
             try:
                 texts.append(text_of(template.render(values, row_number=row)))
             except RowRenderError as problem:
-                errors[row] = problem.row_error
+                errors[row] = alike.setdefault(problem.row_error, problem.row_error)
                 texts.append(b"")
         builder.add(texts)
         if watch is not None:
@@ -336,7 +343,8 @@ def plan_again(
     progress: ProgressSink | None = None,
 ) -> JobPlan:
     """As `plan_job`, but from the file of an earlier time where the input, what the job says and
-    the model's files are as they were; else the file is made, if that is worth it."""
+    the model's files are as they were; else the file is made, if that is worth it. Without the
+    `errors`, which a run finds again, row by row, and would hold until its end."""
     path = plan_file(links, record.id)
     model = f"{FORMAT}\0{prompts.source}".encode("utf-8", "surrogatepass")
     key = xxhash.xxh3_128_digest(b"\0".join((source_of(record), model)))
@@ -344,13 +352,13 @@ def plan_again(
     if plan is None:
         spec = JobSpec.model_validate_json(record.spec)
         plan = plan_job(spec, data, template, prompts=prompts, progress=progress)
+        plan = replace(plan, errors={})
         if plan.num_rows >= KEPT_ROWS or plan.text_bytes.sum() >= KEPT_BYTES:
             _keep(path, key, plan)
     return plan
 
 
 def _keep(path: Path, key: bytes, plan: JobPlan) -> None:
-    errors = msgspec.json.encode(list(plan.errors.items()))
     try:
         with atomic_file(path, mode=0o600) as file:
             np.savez(
@@ -364,13 +372,12 @@ def _keep(path: Path, key: bytes, plan: JobPlan) -> None:
                 by_chain=plan.order.by_chain,
                 text_bytes=plan.text_bytes,
                 sample=np.array(plan.tokens.counted),
-                errors=np.frombuffer(errors, np.uint8),
             )
     except (BatchrunError, OSError) as problem:
         log.warning("the plan is not kept, a restart makes it anew: %s", problem)
 
 
-UNREADABLE = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, msgspec.DecodeError)
+UNREADABLE = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile)
 
 
 def _read(path: Path, key: bytes) -> JobPlan | None:
@@ -379,14 +386,13 @@ def _read(path: Path, key: bytes) -> JobPlan | None:
         with path.open("rb") as file, np.load(file) as kept:
             if kept["key"].tobytes() != key:
                 return None
-            errors = msgspec.json.decode(kept["errors"].tobytes(), type=list[tuple[int, RowError]])
             return JobPlan.of(
                 int(kept["salt"]),
                 ChainTable(kept["keys"], kept["starts"]),
                 PrefixOrder(kept["rows"], kept["shared_chunks"], kept["by_chain"]),
                 kept["text_bytes"],
                 TokenRatio(*kept["sample"].tolist()),
-                dict(errors),
+                {},
             )
     except FileNotFoundError:
         return None

@@ -4,6 +4,7 @@ unasked comes on them."""
 from __future__ import annotations
 
 import math
+import socket
 from email.utils import parsedate_to_datetime
 from errno import EADDRNOTAVAIL, EMFILE, ENFILE, ENOBUFS, ENOMEM
 from typing import Any
@@ -33,6 +34,8 @@ HOP_BY_HOP = frozenset({
 })
 """The headers of one connection, in lower case."""
 CONNECT_S = 5.0
+_PROBES = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3}
+"""A silent connection is probed after 30 s, and is broken when three probes are not answered."""
 # Below the 5 s after which an engine's server closes an idle connection, or a call could meet one
 # that is just being closed.
 KEEP_ALIVE_S = 3.0
@@ -45,7 +48,7 @@ class CleanConnector(aiohttp.TCPConnector):
 
     def __init__(self, **options: Any) -> None:
         """`options` are those of aiohttp's."""
-        super().__init__(**options)
+        super().__init__(**{"socket_factory": _watched_socket, **options})
         self._given: WeakSet[object] = WeakSet()
         self._doubted: WeakSet[object] = WeakSet()
 
@@ -78,6 +81,15 @@ def end_to_end(headers: CIMultiDict[str] | LooseHeaders) -> CIMultiDict[str]:
     for name in (*HOP_BY_HOP, "host"):
         kept.popall(name, None)
     return kept
+
+
+def _watched_socket(address: aiohttp.AddrInfoType) -> socket.socket:
+    """One that finds out within a minute that the other machine is gone, though nothing is sent."""
+    made = socket.socket(*address[:3])
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _PROBES.items():
+        made.setsockopt(socket.IPPROTO_TCP, option, value)
+    return made
 
 
 def open_session(*, keep_alive_s: float = KEEP_ALIVE_S) -> aiohttp.ClientSession:

@@ -149,44 +149,37 @@ def _url_in(value: object) -> str | None:
 
 
 def without_cache_names(body: dict[str, Any]) -> dict[str, Any]:
-    """The body without the `uuid` of any part of its messages; itself where none has one.
+    """The body without a `uuid` anywhere in its messages or items; itself where there is none.
 
     An engine looks its caches up by that name in the place of the content: who sends one could read
-    what others sent, or have them read something else.
+    what others sent, or have them read something else. Raises ImageError.
     """
-    parts = [part for place in MEDIA_PLACES for part in _parts_of(body.get(place))]
-    if not any(_CACHE_NAME in part for part in parts):
-        return body
-    return {
-        **body,
-        **{
-            place: _unnamed(body[place])
-            for place in MEDIA_PLACES
-            if any(_parts_of(body.get(place)))
-        },
-    }
+    named = [place for place in MEDIA_PLACES if _has_cache_name(body.get(place))]
+    try:
+        return {**body, **{place: _unnamed(body[place]) for place in named}} if named else body
+    except RecursionError:
+        raise ImageError("what names an image is nested too deep") from None
 
 
-def _parts_of(messages: object) -> Iterator[dict[str, Any]]:
-    for message in messages if isinstance(messages, list) else ():
-        content = message.get("content") if isinstance(message, dict) else None
-        if isinstance(content, list):
-            yield from (part for part in content if isinstance(part, dict))
+def _has_cache_name(value: object) -> bool:
+    waiting = [value]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, dict):
+            if _CACHE_NAME in value:
+                return True
+            value = list(value.values())
+        if isinstance(value, list):
+            waiting += [item for item in value if item.__class__ in _NESTED]
+    return False
 
 
-def _unnamed(messages: Any) -> Any:
-    return [
-        {**message, "content": [_unnamed_part(part) for part in message["content"]]}
-        if any(_parts_of([message]))
-        else message
-        for message in messages
-    ]
-
-
-def _unnamed_part(part: Any) -> Any:
-    if not isinstance(part, dict):
-        return part
-    return {key: value for key, value in part.items() if key != _CACHE_NAME}
+def _unnamed(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_unnamed(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    return {key: _unnamed(item) for key, item in value.items() if key != _CACHE_NAME}
 
 
 def check_media(body: Mapping[str, object]) -> None:

@@ -42,11 +42,12 @@ def group_rows(order: PrefixOrder, nodes: RadixTree, chains: ChainTable) -> IntA
     """
     key_of = np.append(key_nodes(nodes), NO_NODE)[nodes.innermost]
     has_key = np.flatnonzero(key_of != NO_NODE)
-    numbers = np.arange(len(order.rows)) + 2 * len(order.rows)
     key = key_of[has_key]
     cached = np.maximum(order.shared_chunks[has_key], nodes.depths[key])
     behind = 1 + chains.lengths[order.rows[has_key]] - cached
-    numbers[has_key] = _cut(key, behind, MOST_BEHIND * nodes.depths)
+    parts = _cut(key, behind, MOST_BEHIND * nodes.depths)
+    numbers = np.arange(len(order.rows)) + parts.max(initial=-1) + 1
+    numbers[has_key] = parts
     _, firsts, places = np.unique(numbers, return_index=True, return_inverse=True)
     groups = np.zeros(chains.num_rows, dtype=np.int64)
     groups[order.rows] = np.argsort(np.argsort(firsts))[places]
@@ -187,6 +188,16 @@ class GroupParts:
         for engine in self._parts.keys() - living.keys():
             self._free.append(self._parts.pop(engine))
 
+    def worth_moving_s(
+        self, group: int, ends_s: float, owner: EngineWork, engine: EngineWork
+    ) -> float:
+        """So much work of the owner, which would be done in `ends_s`, that with it on the engine
+        both are done together; 0 where that is not worth another copy of the group's prefix."""
+        prefix_s = float(self._prefix_s[group])
+        mine_s = (engine.work_s + prefix_s) / engine.speed
+        work_s = (ends_s - mine_s) / (1 / engine.speed + 1 / owner.speed)
+        return work_s if work_s > max(WORTH_PREFIXES * prefix_s, LEAST_MOVED_S) else 0.0
+
     def _find(self, start: int, end: int) -> int:
         """The first row that waits; `end` where there is none."""
         found = self._pending.find(0, start, end)
@@ -256,11 +267,9 @@ class GroupParts:
         if not ends_s:
             return None
         owner = max(ends_s, key=ends_s.__getitem__)
-        part, speed = self._parts[owner], loads[engine].speed
-        prefix_s = float(self._prefix_s[part.group])
-        mine_s = (loads[engine].work_s + prefix_s) / speed
-        work_s = (ends_s[owner] - mine_s) / (1 / speed + 1 / loads[owner].speed)
-        if work_s <= max(WORTH_PREFIXES * prefix_s, LEAST_MOVED_S):
+        part = self._parts[owner]
+        work_s = self.worth_moving_s(part.group, ends_s[owner], loads[owner], loads[engine])
+        if not work_s:
             return None
         wanted = self._work_s[part.end] - work_s
         start = max(int(np.searchsorted(self._work_s, wanted)), part.next + 1)

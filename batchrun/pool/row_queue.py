@@ -59,10 +59,11 @@ class RowQueue:
         done: Sequence[int] | IntArray = (),
         work: PlannedWork | None = None,
     ):
-        """`rows` in planned order, whose tree is `nodes`; those of `done` have a result."""
+        """`rows` in planned order, whose tree is `nodes`: of a job, all or some; those of `done`
+        have a result."""
         self._rows = rows
         self._nodes = nodes
-        self._position = np.empty(len(rows), dtype=np.int64)
+        self._position = np.empty(int(rows.max(initial=-1)) + 1, dtype=np.int64)
         self._position[rows] = np.arange(len(rows))
         self._states = bytearray(len(rows))
         self._state = np.frombuffer(self._states, dtype=np.uint8)
@@ -148,7 +149,9 @@ class RowQueue:
         position = self._known(engine)
         if position is None:
             part = self._parts.choose(engine, loads)
-            position = None if part is None else part.next
+            if part is None:
+                self._share_first(engine, loads)
+            position = self._known(engine) if part is None else part.next
         return None if position is None else int(self._rows[position])
 
     def goes_on(self, row: int, engine: int = 0) -> bool:
@@ -267,6 +270,25 @@ class RowQueue:
         for engine in [each for each in self._first if each not in loads and each != NOBODY]:
             for position in self._first.pop(engine):
                 heapq.heappush(self._first.setdefault(NOBODY, []), position)
+
+    def _share_first(self, engine: int, loads: Mapping[int, EngineWork]) -> None:
+        """Of rows that another engine is to have before all others, the last go to this one, so
+        many that both are done together."""
+        firsts = {each: self._first[each] for each in loads if self._first.get(each)}
+        if not firsts:
+            return
+        row_s = self._parts.left_s / self.num_pending
+        ends_s = {
+            each: (loads[each].work_s + row_s * len(first)) / loads[each].speed
+            for each, first in firsts.items()
+        }
+        owner = max(ends_s, key=ends_s.__getitem__)
+        group = self._parts.group_at(firsts[owner][0])
+        moved_s = self._parts.worth_moving_s(group, ends_s[owner], loads[owner], loads[engine])
+        if moved_s and row_s > 0:
+            first = sorted(firsts[owner])  # A heap, too.
+            start = max(1, len(first) - int(moved_s / row_s))
+            self._first[owner], self._first[engine] = first[:start], first[start:]
 
     def _known(self, engine: int) -> int | None:
         """The next row for an engine without pulling a group: one that came back, or goes on."""

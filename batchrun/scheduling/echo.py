@@ -77,7 +77,7 @@ class EchoPolicy:
         continue_running(draft, limits.offline_s)
         drafts = self._admit_offline(draft, limits.offline_s) if has_room else [draft]
         if len(drafts) == 1 and drafts[0].tokens_left == view.token_budget:
-            keep_alive(drafts[0])
+            keep_alive(drafts[0], limits.offline_s)
         return drafts
 
     def _admit_offline(self, draft: Draft, limit_s: float) -> list[Draft]:
@@ -177,6 +177,6 @@ def _must_wait(view: EngineView, limits: StepLimits, *, has_room: bool) -> bool:
     While a call waits for the room of others: the shorter the steps, the sooner those end. And
     while a step is in flight, where the next call is to find one step before it at most.
     """
-    if limits.is_one_in_flight and view.rest_s > 0:
+    if limits.are_sat_out(view):
         return True
     return not has_room and any(request.work_left_tokens for request in view.online_running)

@@ -11,6 +11,8 @@ from batchrun.scheduling.worth import Victims
 
 MAX_TRIED = 64
 """Candidates whose prefix one step looks up."""
+LITTLE_MORE = 1.25
+"""So many times as long as with the least chunk may a step take for which there is no time."""
 
 
 def continue_running(draft: Draft, limit_s: float) -> None:
@@ -199,12 +201,14 @@ def _admit(draft: Draft, request: RequestView, hit: PrefixHit, limit_s: float) -
     return True
 
 
-def keep_alive(draft: Draft) -> None:
-    """Something must move: a step without any work lets the first in line go, whatever else."""
+def keep_alive(draft: Draft, limit_s: float) -> None:
+    """Something must move: a step without any work lets the first in line go, whatever else. Where
+    time was short, with little."""
     view = draft.view
     for request in view.offline_running:
         if request.work_left_tokens and request not in draft.preempted:
-            draft.prefill(request, min(request.work_left_tokens, draft.tokens_left))
+            computed, left = request.num_computed_tokens, request.work_left_tokens
+            draft.prefill(request, _least_chunk(draft, computed, left, limit_s))
             return
     if view.online_running or view.online_waiting or view.offline_running:
         return
@@ -212,5 +216,14 @@ def keep_alive(draft: Draft) -> None:
         if view.is_ready(request):
             hit = view.look_up(request)
             left = request.num_tokens - hit.num_tokens
-            draft.admit(request, hit, min(left, draft.tokens_left), 0)
+            draft.admit(request, hit, _least_chunk(draft, hit.num_tokens, left, limit_s), 0)
             return
+
+
+def _least_chunk(draft: Draft, computed_tokens: int, left_tokens: int, limit_s: float) -> int:
+    """A small chunk of a prefill, and what it takes with it for little more time."""
+    least = min(left_tokens, MIN_CHUNK_TOKENS, draft.tokens_left)
+    load = draft.load.copy()
+    load.add(least, computed_tokens + least)
+    most_s = max(limit_s, LITTLE_MORE * draft.view.model.predict_s(load))
+    return max(least, draft.chunk(computed_tokens, left_tokens, most_s))

@@ -148,7 +148,8 @@ class OnlineCost:
         for request in view.online_waiting:
             if request.request_id not in self._met:
                 tokens = request.num_tokens
-                self._ttft_alone_s.append(alone_step(view.model, (), [(tokens, tokens)], 1).whole_s)
+                prompt = tokens - view.look_up(request).num_tokens, tokens
+                self._ttft_alone_s.append(alone_step(view.model, (), [prompt], 1).whole_s)
                 self._found_idle.append(self._was_idle)
         self._met = {request.request_id for request in calls}
         self._was_idle = not calls

@@ -75,7 +75,11 @@ class ArrivalOrder:
             view, was_online_lately=bool(bounds_s), least_ttft_s=min(bounds_s, default=math.inf)
         )
         is_idle = not view.online_running and not view.online_waiting
-        most_s = self._practice.most_s(view) if is_idle else self._kv_plan.most_s(view)
+        most_s = math.inf
+        if not is_idle:
+            most_s = self._kv_plan.most_s(view)
+        elif not limits.are_sat_out(view):
+            most_s = self._practice.most_s(view)
         cost_s = self._cost.most_s(view)
         if is_idle and not bounds_s:
             cost_s = math.inf

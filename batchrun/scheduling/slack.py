@@ -48,6 +48,10 @@ class StepLimits:
     offline_s: float
     is_one_in_flight: bool = False
 
+    def are_sat_out(self, view: EngineView) -> bool:
+        """Whether rows sit the step out for the one in flight."""
+        return self.is_one_in_flight and view.rest_s > 0
+
 
 def completion_pace_s(request: RequestView, now_s: float, likely_tokens: int) -> float:
     """Seconds per token after the first that bring the last one within the completion bound, if the
@@ -154,11 +158,18 @@ def _most_with_decodes_s(view: EngineView, ttft_s: float, *, is_tight: bool) -> 
 def alone_s(view: EngineView) -> float:
     """How long the next step would take without offline work; 0 where calls want nothing."""
     load, left = StepLoad(), view.token_budget
-    for request in (*view.online_running, *view.online_waiting):
-        tokens = min(left, request.work_left_tokens or request.num_tokens)
+    for request in view.online_running:
+        tokens = min(left, request.work_left_tokens)
         if tokens > 0:
             load.add(tokens, request.num_computed_tokens + tokens, is_decode=request.is_decode)
             left -= tokens
+    for request in view.online_waiting:
+        if left <= 0:
+            break
+        hit_tokens = view.look_up(request).num_tokens
+        tokens = min(left, request.num_tokens - hit_tokens)
+        load.add(tokens, hit_tokens + tokens)
+        left -= tokens
     return view.model.predict_s(load) if load.num_requests else 0.0
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import random
+import tempfile
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ from numpy.typing import ArrayLike, NDArray
 from batchrun.jobs.expected_answers import first_guess
 from batchrun.jobs.inputs.input_data import check_columns, open_input
 from batchrun.jobs.job_file import load_job_file
+from batchrun.jobs.pin import fetched_input
 from batchrun.jobs.prompts.template import RequestTemplate
 from batchrun.jobs.prompts.tokens import read_prompts
 from batchrun.jobs.spec import JobSpec
@@ -226,7 +228,8 @@ def job_of_file(
     JobSpecError or DataError.
     """
     spec = load_job_file(path, cwd=Path.cwd())
-    with closing(open_input(spec.input)) as data:
+    fetched = fetched_input(spec.input, Path(tempfile.gettempdir()), None)
+    with fetched as (given, _), closing(open_input(given)) as data:
         template = RequestTemplate(spec, data.columns, model=spec.model)
         check_columns(spec, data)
         with read_prompts(model_folder, now=datetime.fromtimestamp(0, UTC)) as prompts:
@@ -245,12 +248,12 @@ def job_of_plan(
     expected_output_tokens: int | None = None,
 ) -> OfflineJob:
     """The job of a plan. The daemon expects what it does of a job of which it knows nothing, or so
-    many tokens; answers have that length, or the given one of each row. Rows that cannot be
-    rendered are left out."""
+    many tokens; answers have that length, or the given one of each row, and one token where there
+    are none. Rows that cannot be rendered are left out."""
     guess = first_guess(spec) if expected_output_tokens is None else expected_output_tokens
     bytes_per_token = plan.tokens.bytes_per_token
     expected = np.full(plan.num_rows, guess)
-    outputs = expected if num_output_tokens is None else num_output_tokens
+    outputs = np.maximum(1, expected if num_output_tokens is None else num_output_tokens)
     faulty = np.fromiter(plan.errors, np.int64, len(plan.errors))
     deadline_s = terms.deadline_s
     if deadline_s == math.inf and spec.deadline_s is not None:

@@ -86,7 +86,8 @@ class EnginesSpec(_Strict):
 
     `kv_blocks` and `block_tokens` are the profile's unless given; else 8,600 blocks of 16 tokens.
     `eviction`, `reserve`, `forecast_rule` and `online_cost` are those of batchrun.yaml.
-    `steps_in_flight`: 2 where vLLM schedules a step ahead, as on a GPU, 1 on a CPU.
+    `steps_in_flight`: 2 where vLLM schedules a step ahead, as on a GPU, 1 on a CPU; None: what
+    the profile was measured with, 2 without one.
     """
 
     count: Annotated[Count, Field(le=MAX_ENGINES)] = 1
@@ -100,7 +101,7 @@ class EnginesSpec(_Strict):
     block_tokens: Annotated[Count, Field(le=4096)] | None = None
     token_budget: Annotated[Count, Field(le=1_000_000)] = 2048
     max_num_seqs: Annotated[Count, Field(le=100_000)] = 256
-    steps_in_flight: Literal[1, 2] = 2
+    steps_in_flight: Literal[1, 2] | None = None
     max_model_len: Annotated[int, Field(ge=2, le=131_072, strict=True)] = 32_768
 
 
@@ -332,7 +333,9 @@ def engine_of(spec: EnginesSpec, slo: SloSpec, base: Path) -> EnginePlan:
     )
     defaults = EngineShape()
     blocks, tokens = defaults.num_blocks, defaults.block_tokens
+    steps_in_flight = 2
     if profile is not None:
+        steps_in_flight = 2 if profile.gap is None else 1
         blocks, tokens = profile.kv_blocks, profile.engine.block_tokens
     shape = EngineShape(
         num_blocks=spec.kv_blocks or blocks,
@@ -348,7 +351,7 @@ def engine_of(spec: EnginesSpec, slo: SloSpec, base: Path) -> EnginePlan:
             "slo": {"ttft_s": slo.ttft, "tpot_s": slo.tpot},
             **spec.model_dump(include=SCHEDULER_KEYS),
         },
-        timing=Timing(steps_in_flight=spec.steps_in_flight),
+        timing=Timing(steps_in_flight=spec.steps_in_flight or steps_in_flight),
     )
     if profile is None:
         return plan

@@ -72,6 +72,8 @@ def counts_of(job: Row[Any]) -> Counts | None:
 
 
 ENDED = [str(state) for state in TERMINAL_JOB_STATES]
+LEAVING = [str(JobState.FINALIZING), str(JobState.CANCELLING)]
+"""States of jobs whose output is written, or soon will be."""
 OPEN = [str(state) for state in JobState if not state.is_terminal]
 """Found by their index, of which `not in` makes no use."""
 ID_ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
@@ -265,17 +267,29 @@ def request_cancel(store: Store, job_id: str, *, now_s: float) -> JobRecord:
     return _move(store, job_id, allowed, to, ends_as=ends_as, cancelling_at=now_s)
 
 
-def finish(store: Store, job_id: str, *, now_s: float, reason: str | None = None) -> JobRecord:
+def finish(
+    store: Store,
+    job_id: str,
+    *,
+    now_s: float,
+    reason: str | None = None,
+    exported: JobRecord | None = None,
+) -> JobRecord:
     """finalizing -> completed, failed or expired, cancelling -> cancelled: the output file is in
-    place.
+    place, written of the job as it was `exported`: one that went on since has another.
 
     `reason` says why it is not, where a cancelled job's input is gone, and why a job failed.
     """
     with store.write() as connection:
-        ends_as = read_job(connection, job_id).ends_as
+        now = read_job(connection, job_id)
+        ends_as = now.ends_as
         allowed = (JobState.FINALIZING, JobState.CANCELLING)
         if ends_as is None:
             raise StateError(f"{job_id}: not finalizing")
+        if exported is not None and any(
+            getattr(now, name) != getattr(exported, name) for name in ("state", "ends_as", "pin")
+        ):
+            raise StateError(f"{job_id}: went on while its output was written")
         return move_job(connection, job_id, allowed, ends_as, finished_at=now_s, reason=reason)
 
 

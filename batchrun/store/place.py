@@ -12,6 +12,7 @@ from sqlalchemy import Connection
 from batchrun.errors import ConfigError, NotLeadingError, StoreError, StoreUnreachableError
 from batchrun.files import HeldLock, write_atomically
 from batchrun.home import Home
+from batchrun.store import api_keys, files
 from batchrun.store.database import Store, name_of, open_store, open_to_read
 from batchrun.store.jobs import list_jobs, read_leader
 from batchrun.store.postgresql import (
@@ -37,6 +38,8 @@ HOLDER = (
     " WHERE locktype = 'advisory' AND datname = current_database()"
     f" AND (classid, objid) = ({DAEMON_LOCK}) AND granted"
 )
+WITH_FILES, WITH_KEYS = "0003", "0004"
+"""The first revisions of a store that have them."""
 REVISION = "SELECT max(version_num) FROM alembic_version"
 END_SILENT = (
     "SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity WHERE pid = {pid} AND"
@@ -177,8 +180,8 @@ class DaemonLock(HeldLock):
 def open_for(home: Home, url: str | None) -> Store:
     """Open the home's store as batchrun.yaml has it, and record a database's URL in the home.
 
-    `url` is None for the SQLite file. Raises ConfigError, and changes nothing, when the jobs of
-    the home are in another store; StoreError.
+    `url` is None for the SQLite file. Raises ConfigError, and changes nothing, when jobs, keys or
+    files of the home are in another store; StoreError.
     """
     _refuse_other(home, url)
     store = open_store(url or home.store)
@@ -196,13 +199,19 @@ def _refuse_other(home: Home, url: str | None) -> None:
                 f"the jobs of {home.path} are in {now}, and batchrun.yaml has {wanted}; name that "
                 "database there, or use another --home"
             )
-    elif url is not None and home.store.exists() and _has_jobs(home):
+    elif url is not None and home.store.exists() and (kept := _find_kept(home)) is not None:
         raise ConfigError(
-            f"the jobs of {home.path} are in {home.store}, and batchrun.yaml has {wanted}; leave "
+            f"the {kept} of {home.path} are in {home.store}, and batchrun.yaml has {wanted}; leave "
             "it out, or use another --home"
         )
 
 
-def _has_jobs(home: Home) -> bool:
+def _find_kept(home: Home) -> str | None:
+    """What the SQLite store of a home holds, in a word; None where it holds nothing."""
     with closing(open_to_read(home.store)) as store:
-        return find_revision(store.engine, store.name) is not None and bool(list_jobs(store))
+        revision = find_revision(store.engine, store.name) or ""
+        if revision and list_jobs(store):
+            return "jobs"
+        if revision >= WITH_KEYS and api_keys.is_any(store):
+            return "keys"
+        return "files" if revision >= WITH_FILES and files.list_all(store) else None

@@ -6,7 +6,7 @@ What is not here is pending, so resuming is a set difference and a crash leaves 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import Any
@@ -19,7 +19,7 @@ from sqlalchemy import Connection, Row, func, select
 from batchrun.errors import StateError
 from batchrun.failpoints import failpoint
 from batchrun.store.database import Store, insert_new, upsert
-from batchrun.store.jobs import ENDED, Counts, count_results, kept_counts
+from batchrun.store.jobs import ENDED, LEAVING, Counts, count_results, kept_counts
 from batchrun.store.schema import SAME_ROW, attempts, bodies, jobs, results, suspects
 from batchrun.types import Outcome, OutcomeKind, RowError, Usage
 
@@ -47,10 +47,17 @@ class StoredResult:
     attempts: int = 1
 
 
-def commit(store: Store, outcomes: Sequence[tuple[int, Outcome]], *, now_s: float) -> int:
+def commit(
+    store: Store,
+    outcomes: Sequence[tuple[int, Outcome]],
+    *,
+    now_s: float,
+    are_taken_over: bool = False,
+) -> int:
     """Append the outcomes (each with its job's seq) in one transaction; returns how many were new.
 
-    A row that already has a result keeps it, and a terminal job takes no more results.
+    A row that already has a result keeps it, and a terminal job takes no more results; of another
+    job it takes none over once its output may be written.
     Once this returns, the new results survive any crash.
     """
     # With a checksum, since SQLite has none: a flipped bit in a reply does not go unnoticed.
@@ -62,7 +69,8 @@ def commit(store: Store, outcomes: Sequence[tuple[int, Outcome]], *, now_s: floa
         (seq, outcome.row, compressor.compress(_content(outcome))) for seq, outcome in ordered
     ]
     with store.write() as connection:
-        closed = _terminal_seqs(connection, {seq for seq, _ in outcomes})
+        states = (*ENDED, *LEAVING) if are_taken_over else ENDED
+        closed = _seqs_in(connection, {seq for seq, _ in outcomes}, states)
         if closed:
             index = [entry for entry in index if entry[0] not in closed]
             contents = [entry for entry in contents if entry[0] not in closed]
@@ -130,13 +138,22 @@ def read(
     while left is None or left > 0:
         size = ROWS_PER_READ if left is None else min(ROWS_PER_READ, left)
         page = _page(store, job_seq, after, size, failed_only=failed_only)
+        # Of those of the page some may have been removed, and those to come.
+        refuse_removed(store, job_seq)
         if not page:
-            # Those to come may have been removed while the others were read.
-            refuse_removed(store, job_seq)
             return
         yield from (_stored(entry, decompressor) for entry in page)
         after = page[-1].row
         left = None if left is None else left - len(page)
+
+
+def first_answer(store: Store, job_seq: int) -> StoredResult | None:
+    """The result of a job's first row that has an answer."""
+    query = select(results, bodies.c.content).join(bodies, SAME_ROW)
+    query = query.where(results.c.job_seq == job_seq, results.c.ok == 1)
+    with store.read() as connection:
+        found = connection.execute(query.order_by(results.c.row).limit(1)).first()
+    return None if found is None else _stored(found, zstandard.ZstdDecompressor())
 
 
 def read_rows(store: Store, job_seq: int, rows: Sequence[int]) -> list[StoredResult]:
@@ -214,8 +231,8 @@ def _content(outcome: Outcome) -> bytes:
     return json.dumps(asdict(outcome.error)).encode()
 
 
-def _terminal_seqs(connection: Connection, seqs: set[int]) -> set[int]:
-    query = select(jobs.c.seq).where(jobs.c.seq.in_(seqs), jobs.c.state.in_(ENDED))
+def _seqs_in(connection: Connection, seqs: set[int], states: Collection[str]) -> set[int]:
+    query = select(jobs.c.seq).where(jobs.c.seq.in_(seqs), jobs.c.state.in_(states))
     return set(connection.execute(query).scalars())
 
 

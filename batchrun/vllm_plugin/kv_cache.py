@@ -62,6 +62,11 @@ class KvTiers:
         """The daemon no longer runs this job: its hints count no more."""
         self._refile(self._reuse.forget(job))
 
+    @property
+    def epoch(self) -> int:
+        """The start of the daemon whose ranks count."""
+        return self._reuse.epoch
+
     def advance(self, rank: int) -> None:
         """The engine works at this rank of the planned order now."""
         self._reuse.advance(rank)

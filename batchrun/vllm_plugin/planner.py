@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 
 from vllm.v1.request import Request
 
@@ -57,8 +58,9 @@ def with_adapters(
 
 def running_order(plan: Plan, seen: EngineView) -> list[Request]:
     """The requests that run in the step as vLLM goes through them, and preempts them from the end:
-    online first, who sits the step out last."""
-    running: Sequence[RequestView] = [*seen.online_running, *seen.offline_running]
+    online first, by vLLM's priority, who sits the step out last."""
+    calls = sorted(seen.online_running, key=attrgetter("priority"))
+    running: Sequence[RequestView] = [*calls, *seen.offline_running]
     if plan.preempt:
         gone = {view.request_id for view in plan.preempt}
         running = [view for view in running if view.request_id not in gone]
@@ -194,10 +196,13 @@ class ViewBuilder:
         ]
 
     def _advance(self, offline: Sequence[RequestView]) -> None:
-        """The engine is as far in the planned order as these rows."""
+        """The engine is as far in the planned order as these rows; those of a daemon before this
+        one have ranks of their own."""
         kv = self._state.kv
-        ranks = [view.rank for view in offline if view.is_row]
-        if kv is not None and ranks:
+        if kv is None:
+            return
+        ranks = [view.rank for view in offline if view.is_row and view.epoch == kv.epoch]
+        if ranks:
             kv.advance(min(ranks))
 
     def _wanted_blocks(self, view: RequestView) -> int:

@@ -27,7 +27,7 @@ from batchrun.vllm_plugin.control import DaemonLink, InForce
 from batchrun.vllm_plugin.estimates import StepRecorder, scheduled_load
 from batchrun.vllm_plugin.planner import ViewBuilder, plan_step, running_order, with_adapters
 from batchrun.vllm_plugin.settings import check_combinations, read_settings
-from batchrun.vllm_plugin.state import EngineState, begin_turn
+from batchrun.vllm_plugin.state import EngineState, begin_turn, ends_on_string
 from batchrun.wire import CHANNEL_VARIABLE
 
 NO_PLAN = Plan()
@@ -134,27 +134,34 @@ class ColocatedScheduler(AsyncScheduler):
         if waits:
             state.queue.remove_request(session)
         super()._update_request_as_session(session, update)
-        begin_turn(state.views[session.request_id], session, state.arrived_at_s(session))
+        view = state.views[session.request_id]
+        begin_turn(view, session, state.arrived_at_s(session))
+        with state.surviving:
+            state.calls.begun(view.arrival_at_s)
+            self.daemon_link.meter.costs.arrived(view)
         if waits:
             state.queue.add_request(session)
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         """The one place where a request ends."""
+        if ends_on_string(request):
+            with self.state.surviving:
+                self._note_last(request)
         view = self.state.leave(request)
         if view is not None:
             with self.state.surviving:
                 self.daemon_link.left(view)
         self.view_builder.forget(request.request_id)
-        with self.state.freeing(view):
-            return super()._free_request(request, *args, **kwargs)
+        self.state.mark_call(request, view)
+        return super()._free_request(request, *args, **kwargs)
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
         """A running request, vLLM's victim or the plan's, waits again."""
         view = self.state.views.get(request.request_id)
         if view is not None:
             self.daemon_link.meter.preempted(view, self.state.clock())
-        with self.state.freeing(view):
-            super()._preempt_request(request, *args, **kwargs)
+        self.state.mark_call(request, view)
+        super()._preempt_request(request, *args, **kwargs)
         self.view_builder.forget(request.request_id)
         # Runner V1 would otherwise miss the tokens of a request that comes back at once.
         self.prev_step_scheduled_req_ids.discard(request.request_id)
@@ -318,6 +325,10 @@ class ColocatedScheduler(AsyncScheduler):
         with state.surviving:
             self._note_end(now_s)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
+        while state.queue.added_again:
+            session = state.queue.added_again.pop()
+            if session.request_id in self.requests and session not in state.queue:
+                self._enqueue_waiting_request(session)
         if not self.requests:
             state.steps.fell_idle()
         with state.surviving:
@@ -335,6 +346,13 @@ class ColocatedScheduler(AsyncScheduler):
                 state.estimates.observe(load, seconds)
             else:
                 self._recorder.add(load, seconds, state.steps.gap)
+
+    def _note_last(self, request: Request) -> None:
+        """An answer has ended outside the engine, with the token that it got last."""
+        view, now_s = self.state.views.get(request.request_id), self.state.clock()
+        if view is not None and view.request_class is RequestClass.ONLINE:
+            self.state.got_token(view, now_s, is_last=True)
+            self.daemon_link.meter.costs.token(view, now_s, is_last=True)
 
     def _note_tokens(self, outputs: Mapping[int, EngineCoreOutputs], now_s: float) -> None:
         views, meter = self.state.views, self.daemon_link.meter

@@ -12,7 +12,6 @@ import os
 import time
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from operator import attrgetter
 
 from msgspec import UNSET
@@ -70,13 +69,18 @@ class PlanQueue(RequestQueue):
         self._exposed: list[Request] = []
         self.online: list[RequestView] = []
         self.offline: list[RequestView] = []
+        self.added_again: list[Request] = []
 
     def expose(self, requests: Sequence[Request]) -> None:
         """Let vLLM's waiting loop see these, in this order, until the next call."""
         self._exposed = list(reversed(requests))
 
     def add_request(self, request: Request) -> None:
-        """Add a request at the place of its class's order."""
+        """Add a request at the place of its class's order. A preempted session whose turn ends vLLM
+        adds again, and then takes it out for good: it is one of `added_again`."""
+        if request.request_id in self._waiting:
+            self.added_again.append(request)
+            return
         view = self._views[request.request_id]
         self._waiting[request.request_id] = view
         if view.request_class is RequestClass.ONLINE:
@@ -268,17 +272,11 @@ class EngineState:
             self.kv.finished(request)
         return view
 
-    @contextmanager
-    def freeing(self, view: RequestView | None) -> Iterator[None]:
-        """Blocks freed within are this request's; a request without a view is an online one."""
-        tiers = None if self.kv is None else self.kv.tiers
-        if tiers is not None:
-            tiers.is_freeing_call = view is None or not view.is_row
-        try:
-            yield
-        finally:
-            if tiers is not None:
-                tiers.is_freeing_call = False
+    def mark_call(self, request: Request, view: RequestView | None) -> None:
+        """A request is about to give its blocks up; one without a view is an online one."""
+        if self.kv is not None and (view is None or not view.is_row):
+            for blocks in self.manager.get_blocks(request.request_id).blocks:
+                self.kv.tiers.mark_call(blocks)
 
     def keep_by_use(self) -> None:
         """From now on blocks are evicted by what rows and calls will read, where KV is cached and
@@ -318,7 +316,7 @@ class EngineState:
 
     def _learn_length(self, request: Request, view: RequestView) -> None:
         """A request ends; of those whose hints tell nothing, the next ones are expected alike."""
-        if request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED):
+        if request.status in _COMPLETE or ends_on_string(request):
             if not view.is_offline:
                 promise = view.promise if view.slo_jct_s < math.inf else None
                 self.calls.ended(request.num_output_tokens, promise)
@@ -329,6 +327,21 @@ class EngineState:
     def _announce(self, request: Request, hint: Hint | None) -> None:
         if isinstance(hint, RowHint) and self.kv is not None:
             self.kv.announce(request, hint, self.clock())
+
+
+_COMPLETE = frozenset({
+    RequestStatus.FINISHED_STOPPED,
+    RequestStatus.FINISHED_LENGTH_CAPPED,
+    RequestStatus.FINISHED_REPETITION,
+})
+
+
+def ends_on_string(request: Request) -> bool:
+    """Whether the request is taken to have come to a stop string: the front end looks for those,
+    and the engine is only told to abort."""
+    params = request.sampling_params
+    is_aborted = request.status == RequestStatus.FINISHED_ABORTED and not request.resumable
+    return is_aborted and request.num_output_tokens > 0 and bool(params and params.stop)
 
 
 class Surviving:

@@ -233,7 +233,13 @@ def odd_forms() -> Iterator[tuple[bytes, str]]:
     yield b"".join(form_field(f"field-{i}", "x") for i in range(2_000)) + FORM_END, form
     for name in ("../../etc/passwd", "a/b\\c", "\x01", "x" * 5_000, "%00", 'a"; x="b'):
         yield form_field("purpose", "batch") + file_head(name) + b"{}\r\n" + FORM_END, form
-    for anchor, seconds in (("created_at", "abc"), ("created_at", ""), ("", "3600"), ("x", "1e9")):
+    for anchor, seconds in (
+        ("created_at", "abc"),
+        ("created_at", ""),
+        ("", "3600"),
+        ("x", "1e9"),
+        ("created_at", "--5"),
+    ):
         expiry = form_field("expires_after[anchor]", anchor)
         expiry += form_field("expires_after[seconds]", seconds)
         yield expiry + whole, form

@@ -8,6 +8,7 @@ import pytest
 from object_store import ObjectStore
 
 from batchrun.errors import MissingObjectError, StorageUnreachableError
+from batchrun.home import UNLISTED
 from batchrun.jobs import objects
 from batchrun.jobs.results.file_bytes import (
     FileBytes,
@@ -105,16 +106,41 @@ def test_an_empty_file_is_a_file(place: FileBytes) -> None:
     assert list(pieces_of(place, file_id)) == [] and is_there(place, file_id)
 
 
-def test_a_kill_on_the_way_in_leaves_nothing_for_ever(
-    place: FileBytes, bucket: ObjectStore
+def test_what_a_kill_cuts_off_on_the_way_in_leaves_a_bucket(
+    in_bucket: ObjectBytes, bucket: ObjectStore
 ) -> None:
-    spooled(place)
-    kept(place)
-    (place.spool / ".file-x.0123.part").write_bytes(b"half")
+    spooled(in_bucket)
+    kept(in_bucket)
+    (in_bucket.spool / ".file-x.0123.part").write_bytes(b"half")
+
+    start_anew(in_bucket)
+
+    assert left_in(in_bucket, bucket) == []
+
+
+def test_whole_files_of_the_home_that_no_store_lists_are_put_aside(spool: Path) -> None:
+    """A kill leaves some, and an older store that was put back."""
+    place = FileBytes(spool)
+    newer, listed, going = kept(place), kept(place), kept(place)
+    place.mark(going)
+    (spool / ".file-x.0123.part").write_bytes(b"half")
+
+    start_anew(place, listed)
+
+    assert {path.name for path in spool.iterdir()} == {listed, UNLISTED}
+    assert [(path.name, path.read_bytes()) for path in (spool / UNLISTED).iterdir()] == [
+        (newer, b"one\n")
+    ]
+
+
+def test_what_others_keep_in_the_folder_stays(place: FileBytes) -> None:
+    names = ["notes.txt", "photo.gone", ".draft.part", "file-of-mine"]
+    for name in names:
+        (place.spool / name).write_bytes(b"theirs")
 
     start_anew(place)
 
-    assert left_in(place, bucket) == []
+    assert sorted(path.name for path in place.spool.iterdir()) == sorted(names)
 
 
 def test_a_kill_after_a_file_was_listed_loses_nothing(

@@ -78,6 +78,71 @@ def test_a_streaming_session_is_online_and_goes_on_after_its_first_turn() -> Non
     assert not scheduler.requests and not scheduler.state.views
 
 
+def test_an_answer_that_ends_on_a_stop_string_teaches_as_much_as_another() -> None:
+    """The front end finds the string, and aborts: the scheduler sees no end."""
+    scheduler = ours(build())
+    scheduler.add_request(make_request("row", row=1, max_tokens=30))
+    before, taught = scheduler.state.calls.keep("a model"), {}
+    for name, stop in (("given up", None), ("at its string", ["\n"])):
+        scheduler.add_request(make_request(name, max_tokens=30, stop=stop))
+        for _ in range(5):
+            step(scheduler)
+        scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+        is_counted = scheduler.state.calls.keep("a model") != before
+        taught[name] = is_counted, len(scheduler.daemon_link.meter.costs.tpot)
+    assert taught == {"given up": (False, 0), "at its string": (True, 1)}
+
+
+def test_a_session_whose_turn_ends_while_it_is_preempted_has_a_next_turn() -> None:
+    scheduler = ours(build())
+    session = make_request("session", max_tokens=1, resumable=True)
+    scheduler.add_request(session)
+    scheduler.add_request(make_request("row", row=1, max_tokens=30))
+    output = scheduler.schedule()
+    assert "session" in output.num_scheduled_tokens
+    scheduler.running.remove(session)
+    scheduler._preempt_request(session, 0.0)
+    answer(scheduler, output)
+    scheduler.state.queue.check()
+    assert session.status == RequestStatus.WAITING_FOR_STREAMING_REQ
+    scheduler.add_request(make_request("session", 10, max_tokens=1, resumable=True))
+    steps = [step(scheduler) for _ in range(3)]
+    assert any("session" in tokens for tokens in steps)
+    scheduler.state.queue.check()
+
+
+def test_a_turn_alone_counts_from_its_own_begin() -> None:
+    scheduler = ours(build())
+    scheduler.state.clock = lambda: now_s
+    scheduler.state.wall = None
+    now_s = 0.0
+    session = make_request("session", max_tokens=2, resumable=True)
+    scheduler.add_request(session)
+    scheduler.add_request(make_request("row", row=1, max_tokens=30))
+    while session.status != RequestStatus.WAITING_FOR_STREAMING_REQ:
+        now_s += 0.01
+        step(scheduler)
+    now_s = 600.0
+    turn = make_request("session", 10, max_tokens=2, resumable=True)
+    turn.arrival_time = now_s
+    scheduler.add_request(turn)
+    while len(scheduler.daemon_link.meter.costs.ttft) < 2:
+        now_s += 0.01
+        step(scheduler)
+    assert scheduler.daemon_link.meter.costs.ttft[-1].alone_s < 1.0
+
+
+def test_the_least_important_call_gives_way_first() -> None:
+    scheduler = ours(build())
+    scheduler.add_request(make_request("row", row=1, max_tokens=30))
+    for name, priority in (("batch", 5), ("important", 0), ("usual", 1)):
+        scheduler.add_request(make_request(name, max_tokens=30, priority=priority))
+        step(scheduler)
+    step(scheduler)
+    order = [each.request_id for each in scheduler.running if each.request_id != "row"]
+    assert order == ["important", "usual", "batch"]
+
+
 def test_without_prefix_caching_everybody_finishes() -> None:
     def uncached(config: VllmConfig) -> None:
         config.cache_config.enable_prefix_caching = False

@@ -101,7 +101,8 @@ def test_a_cancel_keeps_what_is_in_flight_and_names_the_rest(rig: DeploymentRig)
 
         total, completed, failed = counts(batch)
         assert (batch.status, total, failed) == ("cancelled", 600, 0)
-        assert completed == len(rig.executions()) == begun > 0
+        # What was on its way to the engine when it was counted ran too.
+        assert 0 < begun <= completed == len(rig.executions()) < 100
         rest = client.lines(batch.error_file_id)
         assert {line["error"]["code"] for line in rest} == {"batch_cancelled"}
         assert ids_of(client, batch) == Counter(f"row-{i}" for i in range(600))

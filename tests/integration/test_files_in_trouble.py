@@ -28,7 +28,7 @@ def test_while_the_daemon_is_away_callers_are_told_when_to_come_again(rig: Deplo
         with pytest.raises(InternalServerError):
             client.upload(chat_lines(100_000))
 
-        (rig.home / "files" / ".file-left.part").write_bytes(b"half")
+        (rig.home / "files" / ".file-left.0123abcd.part").write_bytes(b"half")
         rig.ask("up", "-d")
         assert client.openai.files.retrieve(made.id) == made
         assert [path.name for path in Path(rig.home / "files").iterdir()] == [made.id]

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pandas as pd
 import polars as pl
+import psutil
 import pytest
 import requests
 import zstandard
 from deployment_rig import JOB_FILE, DeploymentRig
+
+from batchrun.files import StoreLock
 
 NUM_ROWS = 6
 SLOW_S = 0.4
@@ -187,5 +192,47 @@ def test_status_tells_how_long_calls_take_as_their_callers_feel_it(rig: Deployme
     assert "calls of the last 5 minutes\n TTFT" in shown and "s on average" in shown
 
 
+def test_run_leaves_what_ran_before_it(tmp_path: Path) -> None:
+    rig = DeploymentRig(tmp_path)
+    try:
+        rig.use_fake_engine()
+        rig.write_rows(TEXTS)
+        rig.write_job(JOB_FILE)
+        rig.ask("up", "-d")
+        before = [rig.pid_of(what) for what in ("gateway", "engine")]
+        rig.kill("daemon")
+
+        assert rig.call("run", "job.yaml").returncode == 0
+
+        assert [rig.pid_of(what) for what in ("gateway", "engine")] == before
+        assert all(map(psutil.pid_exists, before))
+        assert StoreLock(rig.home / "store.lock").find_holder() is None
+    finally:
+        rig.close()
+
+
 def test_the_log_begins_with_what_happened(rig: DeploymentRig) -> None:
     assert "alembic" not in rig.call("logs", "-n", "10000").stdout
+
+
+def test_an_adopted_engine_that_dies_unheard_is_started_anew(tmp_path: Path) -> None:
+    """The daemon that has just begun must not end for it."""
+    rig = DeploymentRig(tmp_path)
+    try:
+        rig.use_fake_engine()
+        rig.ask("up", "-d")
+        engine = rig.pid_of("engine")
+        rig.kill("daemon")
+        os.kill(engine, signal.SIGSTOP)
+        starting = rig.start("up", "-d")
+        while StoreLock(rig.home / "store.lock").find_holder() is None:
+            assert starting.poll() is None
+            time.sleep(0.05)
+        time.sleep(2.0)
+        os.kill(engine, signal.SIGKILL)
+
+        _, said = starting.communicate(timeout=WAIT_S)
+        assert starting.returncode == 0, said
+        assert rig.pid_of("engine") != engine
+    finally:
+        rig.close()

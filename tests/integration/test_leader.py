@@ -82,6 +82,7 @@ def test_a_standby_says_who_leads_and_has_it_carry_out_commands(pair: Pair) -> N
     assert (told["leader"].endswith(name), told["term"]) == (True, role(pair.first)["term"])
     shown = pair.second.call("status").stdout
     assert shown.startswith("standby of ") and name in shown.splitlines()[0]
+    assert "daemon: running" in pair.second.call("doctor").stdout
     job = pair.second.submit_rows("a", "b")
     pair.second.call("status", job)
     pair.second.executions_path = pair.first.executions_path

@@ -66,8 +66,9 @@ def test_a_calibrated_deployment_needs_no_profile_named(cli: Cli) -> None:
 
 def test_rows_that_no_simulated_engine_can_run_are_left_out_and_told(cli: Cli) -> None:
     write_profile(Path("small.json"), block_tokens=16)
-    with Path("in.jsonl").open("a") as file:
-        file.write(json.dumps({"q": "word " * 4_000}) + "\n")
+    rows = Path("in.jsonl").read_text().splitlines()
+    rows.insert(1, json.dumps({"q": "word " * 4_000}))
+    Path("in.jsonl").write_text("\n".join(rows))
     found = dry_run_of(cli, "--profile", "small.json")
     assert found["rows_larger_than_kv"] == 1
     assert found["engine_hours_rest_on"].endswith("without 1 row that it cannot run")

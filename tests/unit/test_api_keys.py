@@ -205,6 +205,18 @@ def test_no_user_key_is_served_before_others_by_a_class_that_is_not_its_own(
         assert is_taken
 
 
+@pytest.mark.parametrize(("own", "is_taken"), [(None, True), ("slow", False), ("gone", True)])
+def test_a_class_is_not_left_where_engines_alone_know_the_bounds(
+    own: str | None, *, is_taken: bool
+) -> None:
+    key = ApiKey("key_1", "0" * 64, "user", own, None, 1)
+    if is_taken:
+        check_class(key, None, CLASSES, None)
+    else:
+        with pytest.raises(RefusalError, match="no class may have more value"):
+            check_class(key, None, CLASSES, None)
+
+
 async def told_at_once(keys: SlowedKeys, seq: int, num: int) -> list[bool]:
     """Of so many calls of a key that are refused together, which hear of it at once."""
     waits = [asyncio.create_task(keys.wait(seq, is_refused=True)) for _ in range(num)]

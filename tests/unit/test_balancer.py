@@ -96,6 +96,14 @@ def test_an_engine_whose_calls_fail_gets_one_after_a_growing_while(book: int) ->
     assert second.ejected(now_s=now_s) == [("one", 0.0, 9), ("two", 0.0, 0)]
 
 
+def test_calls_that_were_sent_before_an_ejection_make_it_no_longer(book: int) -> None:
+    balancer = worker(book)
+    found = balancer.num_ejections_in_a_row(ONE)
+    for _ in range(100):
+        balancer.failed(ONE, now_s=10, found=found)
+    assert balancer.ejected(now_s=10)[0] == ("one", FIRST_EJECTION_S, 1)
+
+
 @pytest.mark.parametrize("again", [replace(ONE, started=1), ONE])
 def test_an_engine_that_is_ready_again_gets_calls_at_once(book: int, again: Upstream) -> None:
     balancer = worker(book)

@@ -188,7 +188,7 @@ async def test_a_batch_that_is_done_waits_for_its_input_until_its_deadline(home:
     def put_back(stage: str, done: int, total: int) -> None:
         nonlocal num_tries
         num_tries += 1
-        if num_tries > 2 * INPUT_TRIES:
+        if num_tries == 2 * INPUT_TRIES + 1:
             for path, content in away:
                 path.write_bytes(content)
 

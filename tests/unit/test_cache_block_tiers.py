@@ -67,6 +67,18 @@ def test_online_content_stays_marked_when_an_offline_row_hits_its_prefix() -> No
     assert set(cache.cached) == {b"a", b"K", b"KL", b"KLM"}
 
 
+def test_a_prefix_that_a_row_holds_longer_than_a_call_stays_as_long_as_what_is_behind_it() -> None:
+    cache = SmallCache(NEXT_USE, 8)
+    cache.admit("row", chain_of("aax"))
+    cache.admit("call", chain_of("aaq"))
+    cache.free("call", is_online=True)
+    cache.free("row", is_online=False)
+
+    cache.admit("other", chain_of("bcdefg"))
+
+    assert {b"a", b"aa"} <= set(cache.cached)
+
+
 def test_the_document_that_is_needed_last_is_evicted_first() -> None:
     cache = SmallCache(NEXT_USE, 6)
     for row, text in ((40, "ab"), (7, "xy"), (20, "pq")):

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from job_builders import make_tree_job
 
-from batchrun.daemon.dispatch import Assigner
+from batchrun.daemon.dispatch import Assigner, bring_together
 from batchrun.daemon.engine_link import Slot, choose_default
 from batchrun.daemon.job import ActiveJob
 from batchrun.daemon.prices import speed_of
@@ -89,6 +89,27 @@ def test_an_idle_engine_takes_rows_off_the_one_that_would_be_done_last() -> None
     assert take(job, 1, loads) is None
     loads[0].work_s, loads[1].work_s = 100.0, 0.0
     assert take(job, 1, loads) is not None
+
+
+def test_rows_that_meet_another_job_on_one_engine_do_not_leave_the_others_idle() -> None:
+    texts = ["a" * 40 + chr(0x100 + i) * 9 for i in range(200)]
+    first, second = (make_tree_job(name, texts) for name in ("first", "second"))
+    loads = loads_of(1.0, 1.0, 1.0, 1.0)
+    got: defaultdict[int, int] = defaultdict(int)
+    for turn in range(400):
+        engine = turn % 4
+        job, other = [(first, second), (second, first)][turn // 4 % 2]
+        row = job.queue.peek(0.0, engine, loads)
+        if row is None:
+            continue
+        job.queue.take(row, engine, loads)
+        got[engine] += 1
+        bring_together(job, row, [job, other], engine)
+        job.queue.check()
+        other.queue.check()
+
+    assert sum(got.values()) > 360
+    assert min(got.values()) > 80
 
 
 def test_a_group_that_is_much_of_an_engines_share_is_cut() -> None:

@@ -13,7 +13,7 @@ from batchrun.daemon.plugin import profile_path
 from batchrun.daemon.supervisor import make_engine
 from batchrun.engine.engine import ManagedEngine
 from batchrun.errors import ConfigError
-from batchrun.home import Home
+from batchrun.home import DEFAULT_HOME, Home
 from batchrun.scheduling.policies import POLICIES, QUEUES
 
 
@@ -248,5 +248,7 @@ def test_the_home_is_the_flag_else_the_variable(
 
     assert load_home(None).path == tmp_path / "variable"
     assert load_home(Path("flag")).path == tmp_path / "flag"
+    monkeypatch.setenv("BATCHRUN_HOME", "")
+    assert load_home(None).path == DEFAULT_HOME.expanduser()
     with pytest.raises(ConfigError, match=r"^~nobody-here/a: no user of this name"):
         load_home(Path("~nobody-here/a"))

@@ -20,7 +20,9 @@ from echo_views import (
     view,
 )
 
+from batchrun.scheduling.draft import MIN_CHUNK_TOKENS
 from batchrun.scheduling.echo import EchoOptions, EchoPolicy
+from batchrun.scheduling.fill import LITTLE_MORE
 from batchrun.scheduling.online_queue import ArrivalOrder
 from batchrun.scheduling.view import Plan
 
@@ -262,12 +264,20 @@ def test_a_row_comes_in_whatever_is_reserved_where_nothing_else_is_there() -> No
     assert plan_of(view(running=[decoding_call()], waiting=[row()], **reserved)).admit == ()
 
 
-def test_the_first_row_goes_on_whatever_the_limit_where_nothing_else_would_run() -> None:
+def test_the_first_row_moves_a_little_where_nothing_else_would_run_in_time() -> None:
     rows = [prefilling_row(f"row {i}", prompt=5_000, left=3_000) for i in range(2)]
 
-    plan = plan_of(view(running=rows, online_slo_ttft_s=0.001))
+    begun = plan_of(view(running=rows, online_slo_ttft_s=0.001))
+    new = plan_of(view(waiting=[row(prompt=5_000)], online_slo_ttft_s=0.001))
 
-    assert plan.caps == {"row 0": 3_000, "row 1": 0}
+    assert begun.caps == {"row 0": MIN_CHUNK_TOKENS * LITTLE_MORE, "row 1": 0}
+    assert new.caps == {"row": MIN_CHUNK_TOKENS * LITTLE_MORE}
+
+
+def test_a_lone_row_without_room_takes_all_there_is_time_for() -> None:
+    alone = prefilling_row(prompt=5_000, left=3_000)
+
+    assert plan_of(view(running=[alone], free_blocks=0)).caps.get("row", 3_000) == 3_000
 
 
 def test_rows_that_are_switched_off_sit_out_and_none_comes_in() -> None:

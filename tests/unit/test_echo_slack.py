@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 import pytest
-from echo_views import NOW_S, call, decoding_call, plan_of, prefilling_call, row, view
+from echo_views import NOW_S, Kv, call, decoding_call, held, plan_of, prefilling_call, row, view
 
 from batchrun.scheduling.echo import EchoOptions, EchoPolicy
 from batchrun.scheduling.online_queue import ArrivalOrder
@@ -115,6 +115,13 @@ def test_beside_first_tokens_to_come_a_step_is_little_longer_than_alone() -> Non
     assert waiting == prefilling
     assert waiting.online_s == math.inf
     assert waiting.offline_s == pytest.approx(PREFILL_COST * 0.03, rel=1e-3)
+
+
+def test_what_is_cached_of_prompts_takes_no_time_alone() -> None:
+    turn = call(prompt=2_300, handle=Kv(hit=held(2_000)))
+    cached = step_limits(view(waiting=[turn]), was_online_lately=True)
+
+    assert cached == step_limits(view(waiting=[call(prompt=300)]), was_online_lately=True)
 
 
 def test_without_online_decodes_ttft_bounds_offline_work() -> None:

@@ -5,21 +5,13 @@ from __future__ import annotations
 import math
 
 import pytest
-from echo_views import (
-    NOW_S,
-    call,
-    decoding_call,
-    decoding_row,
-    names,
-    prefilling_row,
-    row,
-    view,
-)
+from echo_views import NOW_S, call, decoding_call, decoding_row, names, prefilling_row, row, view
 
 from batchrun.scheduling.echo import EchoOptions, EchoPolicy
 from batchrun.scheduling.online_queue import RISK_SHARE, ArrivalOrder
 from batchrun.scheduling.slack import (
     EARLY_IDLE_STEPS,
+    IDLE_SHARE,
     PRACTICE_EVERY,
     PRACTICE_TPOTS,
     Practice,
@@ -75,6 +67,16 @@ def test_an_engine_without_calls_tries_short_steps_now_and_then() -> None:
     assert sum(limit_s < math.inf for limit_s in early) == EARLY_IDLE_STEPS / 2
     assert sum(limit_s < math.inf for limit_s in later) == 3
     assert {limit_s / 0.05 for limit_s in limits_s} == {*PRACTICE_TPOTS, math.inf}
+
+
+def test_steps_that_rows_sit_out_are_no_practice() -> None:
+    order, decides = ArrivalOrder(), []
+    order.limits(view(running=[decoding_call()]))
+    for number in range(4):
+        in_flight = view(rest_s=0.02 * (number % 2), now_s=NOW_S + 1)
+        decides.append(order.limits(in_flight).offline_s < IDLE_SHARE)
+
+    assert [number for number, is_short in enumerate(decides) if is_short] == [2]
 
 
 def test_in_a_burst_the_first_prompt_moves_and_the_others_wait_for_time() -> None:

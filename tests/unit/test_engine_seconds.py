@@ -84,12 +84,15 @@ def job_over(store: Store, rows: Path, output: Path) -> JobRecord:
     return fail_job(store, record.id, "a reason", now_s=NOW_S)
 
 
+DIGEST, DRAFT = "0123456789abcdef", "0123456789ab"
+
+
 def test_rows_stay_while_a_job_s_results_do_and_go_with_them(store: Store, tmp_path: Path) -> None:
     frames, uploads = tmp_path / "frames", tmp_path / "uploads"
     frames.mkdir()
-    (uploads / "one").mkdir(parents=True)
-    paths = [frames / "rows.parquet", frames / "answers.parquet"]
-    paths += [uploads / "one" / "input.csv", uploads / "one" / "answers.parquet"]
+    (uploads / DRAFT).mkdir(parents=True)
+    paths = [frames / f"{DIGEST}.parquet", frames / f"{DIGEST}.answers.parquet"]
+    paths += [uploads / DRAFT / "input.csv", uploads / DRAFT / "answers.parquet"]
     for path in paths:
         path.write_bytes(b"12345")
     made = [job_over(store, *paths[:2]), job_over(store, *paths[2:])]
@@ -100,18 +103,20 @@ def test_rows_stay_while_a_job_s_results_do_and_go_with_them(store: Store, tmp_p
 
     gone = [replace(record, results_removed_at=NOW_S) for record in made]
     assert found(made, now_s=1e12) == []
-    assert found([made[0], gone[1]]) == [uploads / "one"]
-    assert found([gone[0], made[0], gone[1]]) == [uploads / "one"]
-    assert found(gone) == [frames / "answers.parquet", frames / "rows.parquet", uploads / "one"]
+    assert found([made[0], gone[1]]) == [uploads / DRAFT]
+    assert found([gone[0], made[0], gone[1]]) == [uploads / DRAFT]
+    assert found(gone) == [*reversed(paths[:2]), uploads / DRAFT]
     assert found([]) == []
+    (frames / "theirs.parquet").write_bytes(b"x")
+    assert frames / "theirs.parquet" not in found([], now_s=1e12)
     for unused in find_unused_rows(gone, kept_in=kept_in, now_s=0.0):
         remove(unused)
         remove(unused)
-    assert [*frames.iterdir(), *uploads.iterdir()] == []
+    assert [*frames.iterdir(), *uploads.iterdir()] == [frames / "theirs.parquet"]
 
 
 def test_rows_that_no_job_names_go_after_a_day(tmp_path: Path) -> None:
-    path = tmp_path / "rows.parquet"
+    path = tmp_path / f"{DIGEST}.parquet"
     path.write_bytes(b"x")
     os.utime(path, (NOW_S, NOW_S))
 

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import pyarrow as pa
@@ -129,6 +130,19 @@ def test_results_that_go_while_they_are_read_are_missed(
     remove(store, job)
     with pytest.raises(StateError, match="its results were removed on"):
         list(found)
+
+
+def test_a_reader_that_outruns_their_removal_misses_them_too(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(results, "ROWS_PER_READ", 2)
+    monkeypatch.setattr(retention, "ROWS_AT_ONCE", 4)
+    job = ended_job(store, num_rows=6)
+    found = results.read(store, job.seq)
+    assert next(found).row == 0
+    next(remove_results(store, job, now_s=9.0))
+    with pytest.raises(StateError, match="its results were removed on"):
+        list(islice(found, 3))
 
 
 def test_a_damaged_reply_is_the_error_of_its_row(store: Store) -> None:

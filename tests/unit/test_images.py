@@ -211,6 +211,8 @@ def test_no_caller_names_what_an_engine_caches(place: str) -> None:
         "uuid": 1,
     }
     assert "uuid" in named
+    outputs = [{"type": "function_call_output", "call_id": "c", "output": [named]}]
+    assert without_cache_names({place: outputs}) == {place: [outputs[0] | {"output": [plain]}]}
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gzip
 import json
 import os
 from pathlib import Path
@@ -135,6 +136,47 @@ def test_what_a_file_system_cannot_sync_is_pinned_all_the_same(
     monkeypatch.setattr("batchrun.jobs.pin.sync_file", refuse)
     with pytest.raises(DataError, match="refused") if may_fail else contextlib.nullcontext():
         keep_input(pin, {}, tmp_path / "links")
+
+
+def lines(first: int) -> str:
+    """A hundred rows, as long as those of any other hundred."""
+    return "".join(json.dumps({"q": f"{first + i:06}"}) + "\n" for i in range(100))
+
+
+def test_rows_of_a_file_that_is_written_to_meanwhile_are_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(lines(0))
+    os.utime(path, ns=(1, 1))
+    with open_input(InputSpec(path=(str(path),))) as data:
+        path.write_text(lines(500))
+        with pytest.raises(DataError, match=r"a\.jsonl: was written to while it is read; with"):
+            data.read_rows([7])
+        with pytest.raises(DataError, match="was written to"):
+            list(data.iter_rows())
+        with pytest.raises(DataError, match="is being written to while it is read"):
+            data.pin()
+
+
+def test_what_was_unpacked_when_it_was_opened_is_read_on(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(gzip.compress(lines(0).encode()))
+    os.utime(path, ns=(1, 1))
+    with open_input(InputSpec(path=(str(path),))) as data:
+        path.write_bytes(gzip.compress(lines(500).encode()))
+        assert data.read_rows([7]) == [{"q": "000007"}]
+
+
+def test_rows_of_a_file_that_was_replaced_or_deleted_are_read_as_they_were(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(lines(0))
+    with open_input(InputSpec(path=(str(path),))) as data:
+        (tmp_path / "new").write_text(lines(500))
+        (tmp_path / "new").replace(path)
+        assert data.read_rows([7]) == [{"q": "000007"}]
+        with pytest.raises(DataError, match="is being written to while it is read"):
+            data.pin()
+        path.unlink()
+        assert data.read_rows([7]) == [{"q": "000007"}]
 
 
 def test_pinning_reports_its_progress(tmp_path: Path) -> None:

@@ -158,6 +158,14 @@ def test_jsonl_columns_have_one_type_over_the_whole_file(tmp_path: Path) -> None
     assert batch.column("nested").to_pylist() == ['{"k": 1}', "[1]"]
 
 
+def test_whole_numbers_that_a_float_would_round_stay_whole(tmp_path: Path) -> None:
+    large = 2**53 + 1
+    (tmp_path / "a.jsonl").write_text(f'{{"n": {large}, "m": {large}}}\n{{"n": 0.5, "m": 1}}\n')
+    with open_path(tmp_path / "a.jsonl") as data:
+        ((_, batch),) = data.iter_batches()
+    assert batch.to_pydict() == {"n": [str(large), "0.5"], "m": [large, 1]}
+
+
 def test_a_file_of_nulls_leaves_a_column_the_type_that_others_give_it(tmp_path: Path) -> None:
     write_rows(tmp_path / "a.jsonl", [{"n": None, "m": None}])
     write_rows(tmp_path / "b.jsonl", [{"n": 1, "m": None}])

@@ -13,6 +13,7 @@ from cli_call import Cli, cli_in, line_of
 
 from batchrun.cli.operate.logs import BLOCK_BYTES, LogFile
 from batchrun.errors import UNSAFE
+from batchrun.files import StoreLock
 from batchrun.home import Home
 from batchrun.jobs.job_file import load_job_file
 from batchrun.jobs.submit import prepare_job
@@ -46,6 +47,14 @@ def test_the_end_of_a_log_is_shown(cli: Cli) -> None:
     assert cli("logs", "engine", "-n", "1")[1] == (
         "engine-a: engine-a says 4\nengine-b: engine-b says 4\n"
     )
+
+
+def test_of_a_daemon_in_the_foreground_it_is_said_where_its_log_is(
+    cli: Cli, tmp_path: Path
+) -> None:
+    with StoreLock(Home(tmp_path / "home").store_lock):
+        assert "was not started by `up -d`" in line_of(cli("logs"), 2)
+        assert cli("logs", "engine", "-n", "1")[0] == 0
 
 
 def test_what_has_no_log_is_said(cli: Cli) -> None:

@@ -10,7 +10,7 @@ from job_builders import make_tree_job
 
 from batchrun.daemon.dispatch import Assigner
 from batchrun.daemon.engine_link import Slot
-from batchrun.daemon.faults import SOLO, TRIAL_S
+from batchrun.daemon.faults import COMPANY_WAIT_S, SOLO, TRIAL_S
 from batchrun.daemon.job import ActiveJob
 from batchrun.engine.command import AttachedSettings
 from batchrun.engine.engine import AttachedEngine
@@ -189,3 +189,19 @@ def test_suspects_are_kept_from_calls_beside_a_replica_that_is_not_wanted() -> N
         are_apart.append([slot.is_set_apart for slot in rows.slots])
 
     assert any(apart[:2].count(True) == 1 for apart in are_apart)
+
+
+def test_suspects_go_to_another_engine_when_theirs_does_not_come_back() -> None:
+    rows = Deployment(400, takes_s=dict.fromkeys(range(400), 3), room=4, num_engines=3)
+    rows.run(5)
+    rows.kill(rows.slots[0])
+    rows.run(1)
+    (apart,) = (slot for slot in rows.slots if slot.is_set_apart)
+    assert isinstance(apart.engine, AttachedEngine)
+    apart.engine.state = EnginePhase.UNREACHABLE
+    rows.run(COMPANY_WAIT_S - 10)
+    assert apart.is_set_apart and rows.job.trials.limits
+
+    rows.run(COMPANY_WAIT_S)
+
+    assert rows.job.queue.is_finished

@@ -9,9 +9,11 @@ import pytest
 from echo_views import (
     NOW_S,
     TOKEN_S,
+    Kv,
     call,
     decoding_call,
     decoding_row,
+    held,
     plan_of,
     prefilling_call,
     prefilling_row,
@@ -130,13 +132,14 @@ def test_of_a_model_that_is_far_off_less_is_believed() -> None:
     assert limit_s(1.0) == pytest.approx(DECODE_S)
 
 
-def idle_limit_s(cost: float, *, num_idle: int) -> float:
+def idle_limit_s(cost: float, *, num_idle: int, cached_tokens: int = 0) -> float:
     """The limit without calls after four of them, so many of which found no other call."""
     dial = OnlineCost()
     for number in range(4):
         if number < num_idle:
             dial.most_s(engine(cost=cost))
-        arrival = call(f"call {number}", prompt=900)
+        cached = Kv(hit=held(cached_tokens))
+        arrival = call(f"call {number}", prompt=900 + cached_tokens, handle=cached)
         others = [] if number < num_idle else [decoding_call()]
         dial.most_s(engine(*others, waiting=[arrival], cost=cost))
         dial.most_s(engine(decoding_call(arrival.request_id), cost=cost))
@@ -147,6 +150,8 @@ def test_a_step_without_calls_is_as_long_as_an_arrival_may_wait() -> None:
     waits_s = 0.5 * (BASE_S + 900 * TOKEN_S)
 
     assert idle_limit_s(1.5, num_idle=4) == pytest.approx(IDLE_STEP_WAITS * waits_s)
+    cached_s = idle_limit_s(1.5, num_idle=4, cached_tokens=9_000)
+    assert cached_s == pytest.approx(IDLE_STEP_WAITS * waits_s)
     assert idle_limit_s(1.5, num_idle=1) == pytest.approx(2 * IDLE_STEP_WAITS * waits_s)
     assert idle_limit_s(1.01, num_idle=4) == pytest.approx(LEAST_IDLE_STEPS * DECODE_S)
 

@@ -52,6 +52,47 @@ def test_a_job_walks_from_validating_to_completed(store: Store) -> None:
     assert (ended.state, ended.started_at, ended.finished_at) == (JobState.COMPLETED, 2.0, 3.0)
 
 
+def test_a_job_does_not_end_with_an_output_that_was_written_before_it_went_on(
+    store: Store,
+) -> None:
+    job = jobs.create(store, new_job(), now_s=1.0)
+    jobs.start(store, job.id, now_s=2.0)
+    expired = jobs.begin_finalizing(store, job.id, JobState.EXPIRED, now_s=2.5)
+    jobs.pause(store, job.id, "by the user")
+    jobs.resume(store, job.id)
+    complete = jobs.begin_finalizing(store, job.id, JobState.COMPLETED, now_s=3.0)
+
+    with pytest.raises(StateError, match="went on while its output was written"):
+        jobs.finish(store, job.id, now_s=3.5, exported=expired)
+    ended = jobs.finish(store, job.id, now_s=4.0, exported=complete)
+
+    assert (ended.state, ended.finished_at) == (JobState.COMPLETED, 4.0)
+
+
+def test_a_job_whose_output_may_be_written_takes_no_row_over_from_another(store: Store) -> None:
+    job = jobs.create(store, new_job(), now_s=1.0)
+
+    def take_over(row: int) -> int:
+        outcome = job.seq, answered(row, "yes")
+        return results.commit(store, [outcome], now_s=2.0, are_taken_over=True)
+
+    assert take_over(0) == 1
+    jobs.request_cancel(store, job.id, now_s=3.0)
+    assert take_over(1) == 0
+    assert results.commit(store, [(job.seq, answered(1, "yes"))], now_s=2.0) == 1
+
+
+def test_the_first_answer_is_found_behind_any_number_of_failures(store: Store) -> None:
+    job = jobs.create(store, new_job(), now_s=1.0)
+    assert results.first_answer(store, job.seq) is None
+
+    results.commit(store, [(job.seq, refused(row)) for row in range(70)], now_s=2.0)
+    results.commit(store, [(job.seq, answered(80, "yes"))], now_s=2.0)
+
+    found = results.first_answer(store, job.seq)
+    assert found is not None and found.row == 80 and found.body is not None
+
+
 def test_a_paused_job_resumes_where_it_was(store: Store) -> None:
     early = jobs.create(store, new_job(), now_s=1.0)
     late = jobs.create(store, new_job(), now_s=1.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,11 @@ from postgres_server import QUOTED_PASSWORD, PostgresServer
 from batchrun.config import load_deployment
 from batchrun.errors import ConfigError
 from batchrun.home import Home
-from batchrun.store import jobs
+from batchrun.keys import new_key
+from batchrun.store import api_keys, files, jobs
+from batchrun.store.api_keys import NewApiKey
 from batchrun.store.database import name_of
+from batchrun.store.files import NewFile
 from batchrun.store.jobs import NewJob
 from batchrun.store.place import open_for
 
@@ -51,6 +55,24 @@ def test_a_home_with_jobs_elsewhere_is_refused_and_unchanged(
     assert home.store_location == before
     assert name_of(url) in str(raised.value)
     assert QUOTED_PASSWORD not in str(raised.value)
+
+
+@pytest.mark.parametrize("what", ["keys", "files"])
+def test_a_home_whose_keys_or_files_are_in_its_own_store_is_refused_too(
+    url: str, tmp_path: Path, what: str
+) -> None:
+    """Else nobody would be asked for a key any more, and no file would be listed."""
+    home = Home(tmp_path)
+    with closing(open_for(home, None)) as first:
+        if what == "keys":
+            api_keys.add(first, NewApiKey(new_key()[0], "ops", "admin", "0" * 64), now_s=1.0)
+        else:
+            files.add(first, NewFile("in", "batch", 1, "0" * 64, None), now_s=1.0)
+
+    with pytest.raises(ConfigError, match=f"^the {what} of .*; leave it out, or use another"):
+        open_for(home, url)
+
+    assert home.recorded_store_url is None
 
 
 @pytest.mark.parametrize(

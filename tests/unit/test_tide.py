@@ -50,6 +50,13 @@ def test_a_lone_call_on_an_engine_keeps_what_the_model_allows() -> None:
     assert trial(lengths(30_000, 100)).kept(0.05, 1) == 0.0, "its prompt alone takes over a second"
 
 
+def test_answers_that_take_longer_than_the_trial_are_judged_by_their_pace() -> None:
+    reasoning = trial(lengths(1_000, 3_000))
+    assert [reasoning.kept(0.1, num_engines) for num_engines in (1, 4, 16)] == [1.0] * 3
+    one, sixteen = reasoning.rate_per_s(1), reasoning.rate_per_s(16)
+    assert 16 * one < sixteen < 24 * one
+
+
 def test_what_an_engine_holds_falls_with_the_work_of_calls_and_rises_with_what_is_cached() -> None:
     usual = trial(lengths(1_000, 100)).rate_per_s(1)
     longer = trial(lengths(2_000, 100)).rate_per_s(1)

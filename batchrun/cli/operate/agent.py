@@ -15,6 +15,7 @@ from typing import Annotated
 
 import typer
 import uvloop
+from pydantic import ValidationError
 
 from batchrun.cli.console import ConfigOption, HomeOption, JsonOption, ModelOption, answer, note
 from batchrun.config import Deployment, split_listen
@@ -28,7 +29,7 @@ from batchrun.engine.agent.remote import ENGINE_KEY
 from batchrun.engine.agent.server import Agent, AgentSettings
 from batchrun.engine.command import check_port_free
 from batchrun.engine.engine import ManagedEngine
-from batchrun.engine_config import EngineConfig
+from batchrun.engine_config import EngineConfig, checked_name
 from batchrun.errors import BatchrunError, ConfigError, InputError, StateError
 from batchrun.files import allow_many_open_files
 from batchrun.home import Home
@@ -45,7 +46,16 @@ SecretOption = Annotated[
     Path | None,
     typer.Option(help="The secret that lets them in. [default: one is made in the home]"),
 ]
-NameOption = Annotated[str, typer.Option(help="The engine's name.")]
+
+
+def _checked_name(name: str) -> str:
+    try:
+        return checked_name(name)
+    except ValueError as error:
+        raise InputError(f"--name {error}") from None
+
+
+NameOption = Annotated[str, typer.Option(help="The engine's name.", callback=_checked_name)]
 
 
 def serve(
@@ -195,7 +205,11 @@ def _deployment_of(
     if attach is not None:
         if vllm_args or config.command is not None:
             raise InputError("--attach: that vLLM runs already; give its arguments to itself")
-        config = EngineConfig(name=name, attach=attach)
+        try:
+            config = EngineConfig(name=name, attach=attach)
+        except ValidationError as error:
+            said = error.errors()[0]["msg"].removeprefix("Value error, ")
+            raise InputError(f"--attach {said}") from None
     if config.is_vllm:
         arguments = (*config.vllm_args, *vllm_args)
         python = str(engine_python(config, home))

@@ -8,7 +8,6 @@ import os
 import shutil
 import sys
 import time
-import urllib.request
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -33,7 +32,7 @@ from batchrun.cli.operate.agent import environment, serve
 from batchrun.cli.operate.explain import explain
 from batchrun.cli.status import SHOWN_STALL_S, describe_parts, describe_past, describe_progress
 from batchrun.config import TINY_MODELS, Deployment
-from batchrun.control.client import DaemonClient
+from batchrun.control.client import DIRECT, DaemonClient
 from batchrun.control.starting import LOOK_WAIT_S, describe_silence, read_deployment
 from batchrun.daemon.plugin import profile_path
 from batchrun.daemon.supervisor import check_gateway_port, default_port, engine_python
@@ -302,7 +301,8 @@ def _lines(measured: Measured, path: Path) -> Iterator[str]:
 
 
 MIN_FREE_BYTES = 2 << 30
-MIN_MEMORY_BYTES = 4 << 30
+MIN_MEMORY_BYTES = 7 << 29
+"""A machine of 4 GiB, less what its kernel keeps for itself."""
 ATTACHED_WAIT_S = 5.0
 
 
@@ -347,10 +347,11 @@ def _findings(deployment: Deployment, home: Home) -> Iterator[Finding]:
     silence = None if running else describe_silence(home)
     said = "running" if running else silence or "not running (`batchrun up -d`)"
     yield Finding("daemon", silence is None, said, "batchrun down, then batchrun up -d")
-    for trouble in [] if picture is None else describe_parts(picture["progress"]):
+    progress = None if picture is None else picture["progress"]  # A standby tells none.
+    for trouble in [] if progress is None else describe_parts(progress):
         mend = "see daemon.log; a part that is stuck is ended and started again by itself"
         yield Finding("progress", False, trouble, mend)
-    for event in [] if picture is None else describe_past(picture["progress"]):
+    for event in [] if progress is None else describe_past(progress):
         yield Finding("progress so far", True, event)
     for engine in [] if picture is None else picture["engines"]:
         said = describe_progress(engine)
@@ -426,7 +427,7 @@ def _vllm(name: str, python: Path, *, is_named: bool) -> Finding:
 def _check_answers(url: str) -> None:
     """Raises EngineError when no engine answers at `url`."""
     try:
-        with urllib.request.urlopen(f"{url.rstrip('/')}/health", timeout=ATTACHED_WAIT_S):
+        with DIRECT.open(f"{url.rstrip('/')}/health", timeout=ATTACHED_WAIT_S):
             return
     except (OSError, ValueError) as error:
         raise EngineError(f"nothing answers at {url}/health ({error})") from error

@@ -299,7 +299,7 @@ def _change(
         home.create()
         with (
             StoreLock(home.store_lock, wait_s=LOCK_WAIT_S),
-            closing(open_for(home, deployment.store_url)) as store,
+            closing(open_for(home, deployment.store_url or home.recorded_store_url)) as store,
         ):
             key = alone(KeyList(store, home.api_keys, limits_in(deployment)))
         done = {"id": key.id, "name": key.name}

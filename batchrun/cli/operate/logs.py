@@ -11,6 +11,7 @@ from typing import Annotated, BinaryIO
 import typer
 
 from batchrun.cli.console import HomeOption
+from batchrun.control.starting import is_led_by_another
 from batchrun.errors import InputError, shown_safely, suggestion
 from batchrun.home import Home
 
@@ -91,7 +92,12 @@ def _end_of(file: BinaryIO, position: int, num_lines: int) -> bytes:
 
 
 def _paths(part: str, home: Home) -> list[Path]:
-    """The logs of a part. Raises InputError where there is none."""
+    """The logs of a part. Raises InputError where there is none here."""
+    if part == "daemon" and is_led_by_another(home):
+        raise InputError(
+            "daemon: it was not started by `up -d`, and writes its log where that collects it: "
+            "`journalctl -u batchrun`, `docker compose logs`, or its terminal"
+        )
     names = sorted(path.stem for path in home.log.glob("*.log")) if home.log.is_dir() else []
     wanted = [name for name in names if name.startswith("engine-")] if part == "engine" else []
     wanted += [name for name in names if name in {part, f"engine-{part}"}]

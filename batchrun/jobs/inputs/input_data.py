@@ -21,7 +21,7 @@ import xxhash
 from batchrun.errors import DataError, JobSpecError, shortened, suggestion
 from batchrun.files import allow_many_open_files
 from batchrun.jobs.inputs.parquet import ParquetInput
-from batchrun.jobs.inputs.rows import BATCH_BYTES, InputFile, Row, Undecodable
+from batchrun.jobs.inputs.rows import BATCH_BYTES, FileState, InputFile, Row, Undecodable
 from batchrun.jobs.inputs.text_files import CsvInput, JsonArrayInput, JsonlInput, TsvInput
 from batchrun.jobs.job_file import input_files
 from batchrun.jobs.pin import InputPin, PinnedFile, even_block_ends, hash_blocks, pinned_path
@@ -95,6 +95,7 @@ class InputData:
         for start, file in zip(self._starts.tolist(), self._files, strict=False):
             for first_row, batch in file.iter_batches(names, schema, max_bytes):
                 yield start + first_row, batch
+            file.refuse_changed()
 
     def iter_rows(
         self, columns: Sequence[str] | None = None, *, max_bytes: int = BATCH_BYTES
@@ -104,6 +105,7 @@ class InputData:
         for start, file in zip(self._starts.tolist(), self._files, strict=False):
             for first_row, rows in file.iter_rows(names, max_bytes):
                 yield start + first_row, rows
+            file.refuse_changed()
 
     def read_rows(self, rows: Sequence[int], columns: Sequence[str] | None = None) -> list[Row]:
         """The given rows, in any order, in the order given. Raises IndexError out of range."""
@@ -117,6 +119,7 @@ class InputData:
             positions = np.flatnonzero(owners == owner).tolist()
             local = (wanted[positions] - self._starts[owner]).tolist()
             values = self._files[owner].read_rows(local, names)
+            self._files[owner].refuse_changed()
             found.update(zip(positions, values, strict=True))
         return [found[position] for position in range(len(rows))]
 
@@ -182,18 +185,17 @@ def _pin_file(file: InputFile, done: int, total: int, progress: ProgressSink | N
 
     path = file.path.absolute()
     try:
-        before = path.stat()
-        ends = even_block_ends(before.st_size)
+        ends = even_block_ends(file.opened_as.size_bytes)
         hashes = hash_blocks(path, ends, on_bytes=report)
-        after = path.stat()
+        now = FileState.of(path)
     except OSError as failure:
         raise DataError(f"{path}: cannot be read: {failure.strerror}") from failure
-    if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
+    if now != file.opened_as:
         raise DataError(f"{path}: is being written to while it is read; submit it when complete")
     return PinnedFile(
         path=str(path),
-        size_bytes=after.st_size,
-        mtime_ns=after.st_mtime_ns,
+        size_bytes=now.size_bytes,
+        mtime_ns=now.mtime_ns,
         block_ends=tuple(ends),
         block_hashes=tuple(hashes),
     )
@@ -336,7 +338,10 @@ def _open_one(spec: InputSpec, path: Path) -> InputFile:
         if not os.path.isfile(path):  # noqa: PTH113 - Path.is_file raises on a name too long
             path.stat()
             raise DataError(f"{path}: is not a regular file")
-        return _FORMATS[_format_of(spec, path)](path)
+        opened_as = FileState.of(path)
+        file = _FORMATS[_format_of(spec, path)](path)
+        file.opened_as = opened_as
+        return file
     except FileNotFoundError:
         raise DataError(f"{path}: no such file") from None
     except OSError as failure:

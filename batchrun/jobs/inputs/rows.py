@@ -20,6 +20,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from batchrun.errors import DataError
+
 Row = dict[str, object]
 """Column -> native Python value."""
 
@@ -83,13 +85,30 @@ def find_lines(file_no: int, start: int = 0, *, is_quoted: bool = False) -> Iter
         yield Lines(*(np.array([value]) for value in (number, start, position)))
 
 
+class FileState(NamedTuple):
+    """A file as it looks from outside; one that was written to looks otherwise."""
+
+    device: int
+    inode: int
+    size_bytes: int
+    mtime_ns: int
+
+    @classmethod
+    def of(cls, path: Path) -> FileState:
+        """As it is now. Raises OSError."""
+        status = path.stat()
+        return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+
+
 class InputFile(ABC):
     """One file of rows, numbered from 0. Used by one thread at a time.
 
-    Every method raises DataError, one line that names the file, when it cannot be read.
+    `opened_as` is how it looked before it was opened. Every method raises DataError, one line that
+    names the file, when it cannot be read.
     """
 
     path: Path
+    opened_as: FileState
     num_rows: int
     columns: tuple[str, ...]
 
@@ -116,6 +135,20 @@ class InputFile(ABC):
         """(rows, about how many decoded bytes) of each chunk that `read_rows` decodes at once."""
         del columns
         return [(self.num_rows, 0)]
+
+    def refuse_changed(self) -> None:
+        """Raises DataError where the file was written to since it was opened. One whose place
+        another has taken is as it was."""
+        try:
+            now = FileState.of(self.path)
+        except OSError:
+            return
+        is_same = (now.device, now.inode) == (self.opened_as.device, self.opened_as.inode)
+        if is_same and now != self.opened_as:
+            raise DataError(
+                f"{self.path}: was written to while it is read; with what it held, "
+                "`batchrun resume JOB` goes on, with what it holds now, `--accept-input`"
+            )
 
     @abstractmethod
     def close(self) -> None:

@@ -45,6 +45,7 @@ _BLOCK_BYTES = 4 << 20
 _SAMPLE_ROWS = 1000
 _MAX_BATCH_ROWS = 8192
 _INT64 = range(-(2**63), 2**63)
+_FLOAT_EXACT = range(-(2**53), 2**53 + 1)
 
 
 def unpacked(name: str, raw: IO[bytes]) -> IO[bytes]:
@@ -80,6 +81,11 @@ class TextFile(InputFile):
 
     @abstractmethod
     def _find_columns(self) -> Iterable[str]: ...
+
+    def refuse_changed(self) -> None:
+        """As of every file, unless a copy of its own is read."""
+        if os.fstat(self._file.fileno()).st_ino == self.opened_as.inode:
+            super().refuse_changed()
 
     def close(self) -> None:
         """Closes the file."""
@@ -291,16 +297,22 @@ def _fit(value: object, kind: pa.DataType) -> object:
     return json.dumps(value, ensure_ascii=False)
 
 
+class _LargeInt:
+    """Stands for the type of whole numbers that floating-point numbers cannot tell apart."""
+
+
 def _kind_of(value: object) -> type:
-    """Its type, but for a whole number that Arrow has none for."""
-    return object if type(value) is int and value not in _INT64 else type(value)
+    """Its type, but for a whole number that Arrow has none for, or that a float would round."""
+    if type(value) is not int or value in _FLOAT_EXACT:
+        return type(value)
+    return _LargeInt if value in _INT64 else object
 
 
 def _arrow_type(kinds: set[type]) -> pa.DataType:
     kinds = kinds - {NoneType}
     if not kinds:
         return pa.null()
-    if kinds == {int}:
+    if kinds <= {int, _LargeInt}:
         return pa.int64()
     if kinds == {bool}:
         return pa.bool_()
@@ -387,7 +399,7 @@ class CsvInput(TextFile):
 
 
 class TsvInput(CsvInput):
-    """One file of columns between tabs; else as CSV."""
+    """One file of columns between tabs; else as CSV. A line of tabs alone is no row."""
 
     delimiter = "\t"
 

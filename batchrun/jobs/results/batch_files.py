@@ -24,6 +24,7 @@ EXPIRES_AFTER_S = 30 * 86_400
 """Unless the batch says otherwise, from its end on."""
 RESULT_PURPOSE = "batch_output"
 ROWS_PER_REPORT = 1_000
+NO_ANSWER = "no answer from the engine"
 _CODES = {"timeout": "request_timeout"}
 """OpenAI's name of an error, where it has another than ours."""
 
@@ -134,7 +135,9 @@ def _failure(error: RowError, request_id: str) -> str:
     status = error.status_code
     if status is None or status < 400:
         code = _CODES.get(error.code, error.code)
-        return f'null, "error": {json.dumps({"code": code, "message": error.message})}'
+        # Whose batch it is need not learn where engines are.
+        message = NO_ANSWER if error.code == "connection_error" else error.message
+        return f'null, "error": {json.dumps({"code": code, "message": message})}'
     has_own_code = error.code not in {error.type, f"http_{status}"}
     body = {
         "message": error.message,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -18,8 +19,8 @@ from functools import partial
 from pathlib import Path
 
 from batchrun.errors import BatchrunError, ConfigError, MissingObjectError, StorageError, StoreError
-from batchrun.files import scratch_folder, sync_folder, write_atomically
-from batchrun.home import Home
+from batchrun.files import make_folder, scratch_folder, sync_folder, write_atomically
+from batchrun.home import UNLISTED, Home
 from batchrun.jobs import objects
 from batchrun.store import files
 from batchrun.store.check import Violation
@@ -31,7 +32,10 @@ log = logging.getLogger(__name__)
 IsKnown = Callable[[str], bool]
 """Whether the store lists a file of this id, be it an expired one."""
 READ_BYTES = 1 << 20
+MARK = ".gone"
+"""The ending of an empty file beside the bytes that are to go."""
 _ID = re.compile(rf"{ID_PREFIX}[A-Za-z0-9]+")
+_HALF_WRITTEN = re.compile(rf"\.{ID_PREFIX}[A-Za-z0-9]+\.[0-9a-f]+\.part")
 
 
 class FileBytes:
@@ -64,27 +68,59 @@ class FileBytes:
         return path
 
     def mark(self, file_id: str) -> None:
-        """Note that the bytes are to go, if the store does not list the file. Raises StoreError.
-
-        In a folder no note is needed: what nobody lists goes at the next start.
-        """
+        """Note, synced, that the bytes are to go if the store does not list the file. Raises
+        StoreError."""
+        try:
+            self._mark_of(file_id).touch()
+            sync_folder(self.spool)
+        except OSError as failure:
+            raise StoreError(f"{self.spool}: cannot be written to: {failure.strerror}") from None
 
     def remove(self, file_id: str) -> None:
         """Remove the bytes of a marked file that the store does not list (any more). What cannot
         be removed stays marked."""
         (self.spool / file_id).unlink(missing_ok=True)
+        self._mark_of(file_id).unlink(missing_ok=True)
 
     def recover(self, is_known: IsKnown) -> int:
         """At the start, while nobody reads or writes files: set right what a kill left; how many
-        files that nobody lists are to go."""
-        strays = [path for path in self.spool.iterdir() if path.is_file()]
-        strays = [path for path in strays if not is_known(path.name)]
-        for path in strays:
-            path.unlink(missing_ok=True)
-        return len(strays)
+        whole files nobody lists. Others' files stay."""
+        num_strays = 0
+        for path in list(self.spool.iterdir()):
+            if _HALF_WRITTEN.fullmatch(path.name):
+                path.unlink(missing_ok=True)
+        for file_id in self._marked():
+            if is_known(file_id):
+                self._mark_of(file_id).unlink(missing_ok=True)
+        for file_id in self._spooled():
+            if not is_known(file_id) and not self._mark_of(file_id).exists():
+                self._put_aside(file_id)
+                num_strays += 1
+        return num_strays
 
     def sweep(self, is_known: IsKnown) -> None:
         """From time to time: finish what was put off. Raises StorageError."""
+        for file_id in self._marked():
+            if not is_known(file_id):
+                self.remove(file_id)
+
+    def _put_aside(self, file_id: str) -> None:
+        """Bytes whose place in the store a kill prevented, or a store from before it has not."""
+        aside = self.spool / UNLISTED
+        make_folder(aside, mode=0o700)
+        os.utime(self.spool / file_id)
+        (self.spool / file_id).replace(aside / file_id)
+        log.warning("%s is not listed in the store; it lies in %s now, until `gc`", file_id, aside)
+
+    def _marked(self) -> list[str]:
+        names = [path.name.removesuffix(MARK) for path in self.spool.glob(f"*{MARK}")]
+        return [name for name in names if _ID.fullmatch(name)]
+
+    def _spooled(self) -> list[str]:
+        return [path.name for path in self.spool.iterdir() if _ID.fullmatch(path.name)]
+
+    def _mark_of(self, file_id: str) -> Path:
+        return self.spool / f"{file_id}{MARK}"
 
 
 class ObjectBytes(FileBytes):
@@ -94,8 +130,6 @@ class ObjectBytes(FileBytes):
     A file that the store lists and that still lies in the spool was there before the home had
     object storage, or was just added: `sweep` moves it.
     """
-
-    MARK = ".gone"
 
     def __init__(self, spool: Path, url: str) -> None:
         super().__init__(spool)
@@ -111,7 +145,7 @@ class ObjectBytes(FileBytes):
 
     def settle(self, file_id: str) -> None:
         """Remove the local copy."""
-        super().remove(file_id)
+        (self.spool / file_id).unlink(missing_ok=True)
 
     def locate(self, file_id: str) -> Path | str:
         """The URL, or the path of bytes that are yet to be moved."""
@@ -121,17 +155,9 @@ class ObjectBytes(FileBytes):
         # What lies in the spool may be moved meanwhile.
         return url if not path.is_file() and objects.exists(url) else super().locate(file_id)
 
-    def mark(self, file_id: str) -> None:
-        """Leave a mark, synced. Raises StoreError."""
-        try:
-            self._mark_of(file_id).touch()
-            sync_folder(self.spool)
-        except OSError as failure:
-            raise StoreError(f"{self.spool}: cannot be written to: {failure.strerror}") from None
-
     def remove(self, file_id: str) -> None:
         """Remove the object, its copy and its mark."""
-        super().remove(file_id)
+        self.settle(file_id)
         try:
             objects.remove(self.place_of(file_id))
         except StorageError as error:
@@ -139,37 +165,23 @@ class ObjectBytes(FileBytes):
         else:
             self._mark_of(file_id).unlink(missing_ok=True)
 
-    def recover(self, is_known: IsKnown) -> int:
-        """Mark what nobody lists, and unmark what was not deleted after all. Calls no storage."""
-        num_strays = 0
-        for path in list(self.spool.iterdir()):
-            file_id = path.name.removesuffix(self.MARK)
-            is_mark = path.name != file_id
-            if not path.is_file() or is_mark is not is_known(file_id):
-                continue
-            if not is_mark and _ID.fullmatch(file_id):
-                self.mark(file_id)
-            path.unlink(missing_ok=True)
-            num_strays += not is_mark
-        return num_strays
-
     def sweep(self, is_known: IsKnown) -> None:
         """Remove what is marked, and move what lies here and is listed. Raises StorageError, when
         all of it was tried."""
+        super().sweep(is_known)
         trouble = None
-        for path in list(self.spool.iterdir()):
-            file_id = path.name.removesuffix(self.MARK)
-            if not _ID.fullmatch(file_id):
-                continue
-            if path.name != file_id and not is_known(file_id):
-                self.remove(file_id)
-            elif path.name == file_id and is_known(file_id):
-                try:
-                    self._move(file_id, is_known)
-                except StorageError as error:
-                    trouble = error
+        for file_id in filter(is_known, self._spooled()):
+            try:
+                self._move(file_id, is_known)
+            except StorageError as error:
+                trouble = error
         if trouble is not None:
             raise trouble
+
+    def _put_aside(self, file_id: str) -> None:
+        """The object goes too, should there be one: it was on its way."""
+        self.mark(file_id)
+        self.settle(file_id)
 
     def _move(self, file_id: str, is_known: IsKnown) -> None:
         with suppress(FileNotFoundError):
@@ -180,9 +192,6 @@ class ObjectBytes(FileBytes):
         else:
             self.mark(file_id)
             self.remove(file_id)
-
-    def _mark_of(self, file_id: str) -> Path:
-        return self.spool / f"{file_id}{self.MARK}"
 
 
 def pieces_of(place: FileBytes, file_id: str) -> Iterator[bytes]:
@@ -226,7 +235,7 @@ def open_file_bytes(home: Home, url: str | None, store: Store) -> FileBytes:
     if url is not None:
         objects.check_library(url)
     recorded = home.files_url
-    is_in_use = bool(files.list_all(store)) or any(home.files.glob(f"*{ObjectBytes.MARK}"))
+    is_in_use = bool(files.list_all(store)) or any(home.files.glob(f"*{MARK}"))
     if recorded not in {None, url} and is_in_use:
         wanted = "no `files`" if url is None else f"`files` {url}"
         raise ConfigError(

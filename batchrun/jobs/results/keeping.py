@@ -21,11 +21,16 @@ from batchrun.jobs.results.output_parts import files_of
 from batchrun.jobs.spec import JobSpec
 from batchrun.jobs.submit import KEPT_NAME
 from batchrun.store.check import Violation
-from batchrun.store.jobs import JobRecord
+from batchrun.store.files import ID_PREFIX
+from batchrun.store.jobs import ID_ALPHABET, JobRecord
 
 ORPHAN_AGE_S = 86_400.0
 """A link that no job names may belong to a submission under way, but not for so long."""
 LINK_NAME = re.compile(r"[0-9a-f]{32}-.+", re.DOTALL)
+_KEPT_ROWS = re.compile(
+    rf"\.?[0-9a-f]{{16}}\..+|[{ID_ALPHABET}]{{12}}|{ID_PREFIX}[A-Za-z0-9]+", re.DOTALL
+)
+"""Rows of a DataFrame and their answers, a draft of the page, a file that no store lists."""
 _READ_BYTES = 1 << 20
 
 
@@ -105,8 +110,9 @@ def kept_files(links: Path) -> dict[str, list[Path]]:
 def find_unused_rows(
     records: Sequence[JobRecord], *, kept_in: Sequence[Path], now_s: float
 ) -> list[UnusedLink]:
-    """What lies in folders of batchrun's own, where `batchrun.map` and the page keep rows and their
-    answers, and no job needs: those that named it had their results removed, or none ever did."""
+    """What `batchrun.map` and the page keep of rows and their answers, and daemons of files that no
+    store lists, and no job needs: those that named it had their results removed, or none ever did.
+    Others' files stay."""
     needed: set[str] = set()
     known: set[str] = set()
     for record in records:
@@ -118,6 +124,8 @@ def find_unused_rows(
     for path in (
         path for folder in kept_in if folder.is_dir() for path in sorted(folder.iterdir())
     ):
+        if not _KEPT_ROWS.fullmatch(path.name):
+            continue
         files = [path] if path.is_file() else [each for each in path.iterdir() if each.is_file()]
         names = {str(each) for each in (path, *files)}
         is_old = now_s - path.stat().st_mtime > ORPHAN_AGE_S

@@ -236,7 +236,7 @@ def _add_jobs(control: APIRouter, daemon: Daemon, status: Status) -> None:
             "computed_tokens_per_s": tokens_per_s,
             "seen_s": seen_s,
             "num_running_jobs": len(daemon.dispatcher.jobs),
-            "num_engines": len(daemon.slots),
+            "num_engines": max(1, sum(slot.is_usable for slot in daemon.slots)),
         }
 
 

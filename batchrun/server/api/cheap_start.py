@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 
 MINUTES = "calls"
 """Whose the minutes are that it keeps."""
+INTO_MINUTE_S = 0.5
+"""A timer may wake a little early: a look at that moment is one in the minute before."""
 LAST_S = 900.0
 """A job that runs and would end within this does not wait once more."""
 SPARE = 0.5
@@ -56,7 +58,7 @@ class CheapStarts:
     async def run(self) -> None:
         """Look each minute, until cancelled."""
         while True:
-            await asyncio.sleep(MINUTE_S - time.time() % MINUTE_S)
+            await asyncio.sleep(MINUTE_S - time.time() % MINUTE_S + INTO_MINUTE_S)
             try:
                 await self.look(this_minute(), time.monotonic())
             except Exception:

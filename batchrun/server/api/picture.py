@@ -208,7 +208,8 @@ def view_role(leader: Leader, *, leads: bool) -> JsonObject:
 
 def _stage_of(slot: Slot) -> str:
     reasons = ", ".join(sorted(slot.drained_for))
-    return f"drains for {reasons}" if reasons else slot.engine.stage
+    is_there = slot.engine.state is not EnginePhase.STOPPED
+    return f"drains for {reasons}" if reasons and is_there else slot.engine.stage
 
 
 def view_engines(slots: Sequence[Slot], figures: GatewayFigures) -> list[dict[str, object]]:

@@ -10,7 +10,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -70,6 +70,7 @@ BEGAN_ANEW = "BATCHRUN_STANDS_BY_AGAIN"
 """Set in the environment of a daemon that led and was succeeded, or whose database went just as it
 began to lead."""
 CLEAN_STOP_S = 9.5
+BEGIN_AGAIN_S = 5.0
 SWITCH_INTERVAL_S = 0.001
 """Threads that plan or write output give the interpreter to the event loop so soon: an answer takes
 several such turns."""
@@ -285,10 +286,10 @@ async def _run(
     engines = asyncio.create_task(
         supervisor.run(foreground.on_ready, lambda: store.leads_surely, is_heir=is_heir)
     )
-    works = [pages.watch(), messenger.run(), status.watch.beat(), follower.run(), cheap.run()]
+    works = [pages.watch, messenger.run, status.watch.beat, follower.run, cheap.run]
     if not store.is_sqlite:
-        works += [keys.keep_published(), OrderTaker(store, server.address).run()]
-    beside = [asyncio.create_task(each) for each in works]
+        works += [keys.keep_published, OrderTaker(store, server.address).run]
+    beside = [asyncio.create_task(_keep_up(each)) for each in works]
     try:
         waited: set[asyncio.Future[Any]] = {ended, work, engines}
         await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
@@ -303,6 +304,16 @@ async def _run(
     if failure is not None:
         raise failure
     return ended.result()
+
+
+async def _keep_up(work: Callable[[], Awaitable[None]]) -> None:
+    """What goes on beside the daemon: where an error ends it, it begins again."""
+    while True:
+        try:
+            return await work()
+        except Exception:
+            log.exception("%s ended, and begins again", getattr(work, "__qualname__", work))
+            await asyncio.sleep(BEGIN_AGAIN_S)
 
 
 def _start_watch(status: Status, home: Home) -> None:

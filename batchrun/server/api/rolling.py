@@ -47,6 +47,7 @@ class Rolling:
     reread: Callable[[], Deployment]
     told: list[str] = field(default_factory=list)
     failure: str | None = None
+    _beginning: asyncio.Lock = field(default_factory=asyncio.Lock)
     _running: asyncio.Task[None] | None = None
 
     @property
@@ -57,14 +58,15 @@ class Rolling:
     async def begin(self, drain_s: float) -> None:
         """Begin; calls that an engine has for longer than `drain_s` are broken off. Raises
         StateError while another goes on, ConfigError for what needs all engines to end."""
-        if not self.is_over:
+        if self._beginning.locked() or not self.is_over:
             raise StateError("a rolling restart goes on already; wait for its end")
-        deployment = await asyncio.to_thread(self.reread)
-        settings = self._settings(deployment)
-        specs = await asyncio.to_thread(self.fleets.reread, deployment)
-        await asyncio.to_thread(build_model, deployment, self.home)
-        self.told, self.failure = [], None
-        self._running = asyncio.create_task(self._roll(settings | specs, drain_s))
+        async with self._beginning:
+            deployment = await asyncio.to_thread(self.reread)
+            settings = self._settings(deployment)
+            specs = await asyncio.to_thread(self.fleets.reread, deployment)
+            await asyncio.to_thread(build_model, deployment, self.home)
+            self.told, self.failure = [], None
+            self._running = asyncio.create_task(self._roll(settings | specs, drain_s))
 
     def _settings(self, deployment: Deployment) -> dict[str, ManagedSettings | ReplicaSpec]:
         """Of the engines that batchrun starts here, by name."""

@@ -380,7 +380,7 @@ def _expiry(form: UploadForm, owner: str | None) -> int | None:
     if anchor is None and seconds is None:
         may_stay = owner is None and form.fields["purpose"] != BATCH_PURPOSE
         return None if may_stay else BATCH_EXPIRY_S
-    is_number = seconds is not None and seconds.isascii() and seconds.lstrip("-").isdigit()
+    is_number = seconds is not None and seconds.isascii() and seconds.removeprefix("-").isdigit()
     given = int(seconds) if seconds and is_number and len(seconds) < 19 else seconds
     return check_expiry("expires_after", anchor, given)
 

@@ -138,10 +138,10 @@ def check_class(
     """Raises RefusalError where a user key asks for tighter bounds, or more value, than its own:
     those of its class, or `default`, which is None where the engines alone know it."""
     wanted = default if bounds is None else bounds
-    if key is None or key.role == "admin" or wanted is None:
+    if key is None or key.role == "admin" or (wanted is None and key.slo_class not in classes):
         return
     own = default if key.slo_class is None else classes.get(key.slo_class, default)
-    if own is not None and not _is_tighter(wanted, own):
+    if wanted is not None and own is not None and not _is_tighter(wanted, own):
         return
     its = DEFAULT_CLASS if key.slo_class is None else key.slo_class
     raise RefusalError(

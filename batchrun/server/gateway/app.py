@@ -13,6 +13,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from http import HTTPStatus
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,6 @@ from batchrun.server.gateway.bodies import (
     HeldBody,
     SteeredBody,
     fill_images,
-    let_others,
     read_body,
     read_call_body,
 )
@@ -188,6 +188,11 @@ class Gateway:
             response = await self._handle(request)
             status = response.status
             return response
+        except ConnectionError:
+            raise
+        except Exception:
+            status = HTTPStatus.INTERNAL_SERVER_ERROR
+            raise
         finally:
             self._tally.count_call(self._route_name(request.rel_url.raw_path), status)
 
@@ -258,7 +263,7 @@ class Gateway:
     async def _generate_now(
         self, request: web.BaseRequest, request_id: str, held: HeldBody
     ) -> web.StreamResponse:
-        limits, began_s = self._settings, ReplyUsage.now_s()
+        limits = self._settings
         key = request[ABOUT_CALLER].key
         key_class = None if key is None else key.slo_class
         bounds = choose_class(request.headers, key_class, self._slo_classes)
@@ -266,7 +271,9 @@ class Gateway:
         most_bytes, idle_s = limits.max_body_bytes, limits.body_idle_s
         body = await read_body(request, max_bytes=most_bytes, idle_s=idle_s, held=held)
         body = await fill_images(body, self._images, held, "" if key is None else key.id)
-        await let_others(body)
+        await held.take_turn(body)
+        # What a caller takes to send its body, and hosts of images to answer, is no engine's time.
+        began_s = ReplyUsage.now_s()
         call = _call(
             request,
             request_id,
@@ -291,6 +298,9 @@ class Gateway:
     async def _models(self, request: web.BaseRequest, request_id: str) -> web.StreamResponse:
         """Of a single engine its own reply, of several what all of them list."""
         model_id, call = model_id_in(request.rel_url.raw_path), _call(request, request_id)
+        call.headers["Accept-Encoding"] = "identity"
+        for condition in ("If-None-Match", "If-Modified-Since"):
+            call.headers.popall(condition, None)
         if len(self._forwarder.balancer.upstreams) > 1:
             models = await self._forwarder.models(call)
         else:

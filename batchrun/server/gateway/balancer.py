@@ -234,12 +234,20 @@ class Balancer:
             return True
         return self._shared.ejections.take_turn(engine.column, now_s)
 
-    def failed(self, upstream: Upstream, *, now_s: float) -> None:
-        """A call could not be connected to the engine, or hung there."""
+    def num_ejections_in_a_row(self, upstream: Upstream) -> int:
+        """How often the engine was ejected since a call succeeded."""
+        engine = self._engines.get(upstream)
+        if engine is None or engine.column is None:
+            return 0
+        return self._shared.ejections.num_in_a_row(engine.column)
+
+    def failed(self, upstream: Upstream, *, now_s: float, found: int | None = None) -> None:
+        """A call could not be connected to the engine, or hung there; when it was sent, it `found`
+        so many ejections in a row."""
         engine = self._engines.get(upstream)
         if engine is None or engine.column is None:
             return
-        if self._shared.ejections.failed(engine.column, now_s):
+        if self._shared.ejections.failed(engine.column, now_s, found):
             left_s = self._shared.ejections.left_s(engine.column, now_s)
             log.error("engine %s: its calls fail; it gets none for %.0f s", upstream.name, left_s)
 
@@ -294,9 +302,9 @@ class Balancer:
                 self._served[model] = found
         return found
 
-    def mark_down(self, upstream: Upstream, *, now_s: float) -> None:
+    def mark_down(self, upstream: Upstream, *, now_s: float, found: int | None = None) -> None:
         """Try others first for a while, because this engine could not be reached."""
-        self.failed(upstream, now_s=now_s)
+        self.failed(upstream, now_s=now_s, found=found)
         engine = self._engines.get(upstream)
         if engine is not None:
             self._down_until_s = engine.down_until_s = now_s + COOLDOWN_S

@@ -42,6 +42,7 @@ class BodiesInFlight:
     one is never too large."""
 
     max_bytes: int
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     _sizes_bytes: Counter[str | None] = field(default_factory=Counter)
 
     @property
@@ -96,6 +97,13 @@ class HeldBody:
         self.check(self.size_bytes + num_bytes)
         self._bodies.change(self._owner, num_bytes)
         self.size_bytes += num_bytes
+
+    async def take_turn(self, body: bytes) -> None:
+        """Between two steps with a large body other calls have their turn; of several large ones
+        that are there at once each takes a step in a turn of its own."""
+        if len(body) > SMALL_BODY_BYTES:
+            async with self._bodies.turn:
+                await asyncio.sleep(0)
 
 
 async def read_body(
@@ -293,17 +301,17 @@ async def fill_images(body: bytes, images: ImageFetcher, held: HeldBody, owner: 
     fields = _read(body)
     shown = {}
     for place in MEDIA_PLACES:
-        await let_others(body)
+        await held.take_turn(body)
         if place in fields and _may_hold_media(fields[place]):
             shown[place] = _value(fields[place])
-    await let_others(body)
+    await held.take_turn(body)
     try:
         filled = await images.filled(shown, owner, on_bytes=held.add)
     except ImageError as problem:
         raise RefusalError(problem.http_status, str(problem), code=IMAGE_CODE) from problem
     if filled is shown:
         return body
-    await let_others(body)
+    await held.take_turn(body)
     text = _written(fields | filled)
     held.add(max(0, len(text) - held.size_bytes))
     return text
@@ -314,12 +322,6 @@ def _may_hold_media(part: Any) -> bool:
         return True
     text = bytes(part)
     return not text.startswith(b'"') and may_hold(text, *_MEDIA_KEYS)
-
-
-async def let_others(body: bytes) -> None:
-    """Between two steps with a large body, other calls have their turn."""
-    if len(body) > SMALL_BODY_BYTES:
-        await asyncio.sleep(0)
 
 
 RESPONSES = "/v1/responses"

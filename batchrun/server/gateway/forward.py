@@ -118,6 +118,7 @@ class Forwarder:
             if not is_list and not self.balancer.take_turn(upstream, now_s=time.monotonic()):
                 continue
             waits = self._waits(routed, is_list=is_list)
+            found = self.balancer.num_ejections_in_a_row(upstream)
             with self.balancer.sending(upstream, routed):
                 reply = await self._send(upstream, call, routed, due_s=waits.due_s)
                 if reply is None:
@@ -132,7 +133,7 @@ class Forwarder:
                 finally:
                     reply.close()
                     if routed.usage.is_silent:
-                        self.balancer.failed(upstream, now_s=time.monotonic())
+                        self.balancer.failed(upstream, now_s=time.monotonic(), found=found)
                 return
         back_in_s = self.balancer.back_in_s(routed, now_s=time.monotonic())
         if back_in_s:
@@ -187,6 +188,7 @@ class Forwarder:
         """The reply, its headers read until `due_s`; None where no connection came about, or the
         engine's agent has none."""
         headers, body = call.headers.copy(), call.body
+        found = self.balancer.num_ejections_in_a_row(upstream)
         if upstream.api_key is not None:
             headers["Authorization"] = f"Bearer {upstream.api_key}"
         if isinstance(body, SteeredBody):
@@ -210,14 +212,15 @@ class Forwarder:
             return reply
         except (*UNREACHED, ConfigError, EngineError) as error:
             if getattr(error, "errno", None) in OWN_SHORTAGES:
-                raise EngineError(f"no connection can be opened here: {error}") from error
+                log.error("no connection can be opened here: %s", error)
+                raise EngineError("no connection can be opened here; try again shortly") from error
             log.warning("engine %s cannot be reached: %s", upstream.name, error)
-            self.balancer.mark_down(upstream, now_s=time.monotonic())
+            self.balancer.mark_down(upstream, now_s=time.monotonic(), found=found)
             return None
         except TimeoutError as error:
             if not limit.expired():
                 raise EngineLostError(NO_ANSWER) from error
-            self.balancer.failed(upstream, now_s=time.monotonic())
+            self.balancer.failed(upstream, now_s=time.monotonic(), found=found)
             log.warning("engine %s: a call got no answer in time", upstream.name)
             raise EngineSilentError(SILENT) from error
         except (aiohttp.ClientError, OSError) as error:
@@ -252,9 +255,10 @@ class Forwarder:
     async def is_any_healthy(self) -> bool:
         """Whether at least one engine that calls may go to answers its health check within 2 s.
 
-        None goes to one of several that was not asked for its models yet.
+        None goes to one of several that was not asked for its models yet, nor to one that hangs.
         """
-        asked = [each for each in self.balancer.upstreams if each.models is not None]
+        upstreams = self.balancer.upstreams
+        asked = [each for each in upstreams if each.models is not None and not each.is_hung]
         return any(await asyncio.gather(*map(self._health, asked)))
 
     async def _health(self, upstream: Upstream) -> bool | None:

@@ -101,8 +101,11 @@ class Ejections:
             self._values[column, _UNTIL_S] = now_s + self._while_s(column)
         return True
 
-    def failed(self, column: int, now_s: float) -> bool:
-        """A call failed; whether the engine is ejected by that."""
+    def failed(self, column: int, now_s: float, found: int | None = None) -> bool:
+        """A call failed; whether the engine is ejected by that. One that `found` it ejected less
+        often when it was sent tells nothing new."""
+        if found is not None and found != self.num_in_a_row(column):
+            return False
         row = self._values[column]
         row[_FAILED] += 1
         is_trial = row[_TIMES] > 0

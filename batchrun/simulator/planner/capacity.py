@@ -110,7 +110,7 @@ def plan_capacity(request: PlanRequest, progress: ProgressSink | None = None) ->
     chosen = _cheapest(fleets)
     while chosen is not None and request.jobs and chosen.is_beside_kept is None:
         jobs = [in_window(job, 1, 2, chosen.kind.engine) for job in request.jobs]
-        checked = beside_jobs(chosen, loads, jobs, request.slo, progress)
+        checked = beside_jobs(chosen, loads, jobs, request.slo, request.most_engines, progress)
         fleets = [checked if fleet is chosen else fleet for fleet in fleets]
         chosen = _cheapest(fleets)
     if chosen is None or not request.jobs:

@@ -443,13 +443,15 @@ def beside_jobs(
     loads: Sequence[PeakLoad],
     jobs: Sequence[OfflineJob],
     slo: SloTarget,
+    most_engines: int = MAX_ENGINES,
     progress: ProgressSink | None = None,
 ) -> Fleet:
     """The fleet with as many engines as hold beside the jobs too, under the policy that runs them.
 
     Calls come first, so the number rises where jobs cost them their bounds, a tenth of it at a time
-    and up to half as many again. Where those do not hold either, the number stays: the jobs have to
-    pause in the peak. Simulated are the draws that have the least to spare without jobs.
+    and up to half as many again, or `most_engines`. Where those do not hold either, the number
+    stays: the jobs have to pause in the peak. Simulated are the draws that have the least to spare
+    without jobs.
     """
     num, trials = fleet.num_engines, _Trials(fleet.kind, slo, progress)
     assert num is not None and fleet.num_as_given is not None
@@ -459,7 +461,8 @@ def beside_jobs(
         return each.spare_share(slo), -by_draw[each.draw].num_judged_tokens
 
     hardest = sorted(fleet.tried_on(num), key=hardness)[:NUM_BESIDE]
-    nums = range(num, math.ceil(1.5 * num) + 1, max(1, num // 10))
+    most = max(num, min(math.ceil(1.5 * num), most_engines))
+    nums = range(num, most + 1, max(1, num // 10))
     asked = [by_draw[each.draw] for each in hardest]
     found = trials.first_to_hold(nums, asked, enough(fleet.num_as_given), jobs)
     tried = (*fleet.tried, *trials.attainments())

@@ -82,11 +82,12 @@ def choose_part(num_calls: int, share: float, seed: int) -> Ints:
 
 
 def peak_load(trace: Trace, window_s: float, slo: SloTarget, draw: int = 0) -> PeakLoad:
-    """The window of `window_s` with the most tokens, `WARMUP_S` before and `TAIL_S` after it.
+    """The window of `window_s` with the most tokens, all of a shorter trace; `WARMUP_S` before and
+    `TAIL_S` after it.
 
     What is simulated does not depend on the SLOs, unless the TTFT bound is above `TAIL_S`.
     """
-    window = find_peak(trace, window_s)
+    window = find_peak(trace, min(window_s, trace.duration_s) or window_s)
     from_s = max(0.0, window.start_s - WARMUP_S)
     to_s = window.end_s + max(TAIL_S, slo.ttft_s)
     first, after = np.searchsorted(trace.arrival_s, (from_s, to_s), side="left")
