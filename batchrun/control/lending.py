@@ -19,13 +19,14 @@ from batchrun.control.client import DaemonClient
 from batchrun.control.following import ProgressBar
 from batchrun.control.starting import (
     POLL_INTERVAL_S,
+    find_daemon,
     find_running,
     start_in_background,
     stop_everything,
 )
 from batchrun.engine import process
 from batchrun.errors import BatchrunError
-from batchrun.files import StoreLock, try_lock
+from batchrun.files import try_lock
 from batchrun.home import Home
 
 
@@ -85,7 +86,7 @@ def _start(home: Home, flags: Sequence[str], *, is_shown: bool) -> None:
 
 def _undo(home: Home, before: set[str]) -> None:
     """End what was begun, unless a daemon that this is not has it."""
-    own, holder = _daemon(home)
+    own, holder = find_daemon(home)
     is_own = own is not None and own.pid == holder and own.nonce not in before
     if holder is None or is_own:
         with _uninterrupted():
@@ -95,17 +96,12 @@ def _undo(home: Home, before: set[str]) -> None:
 def _ran_before(home: Home) -> set[str] | None:
     """What ran before a daemon was started for calls; None where what runs was started by
     `batchrun up`."""
-    record, holder = _daemon(home)
+    record, holder = find_daemon(home)
     with suppress(FileNotFoundError):
         nonce, *before = _note(home).read_text().split("\n")
         if record is not None and nonce == record.nonce and holder in {None, record.pid}:
             return set(before)
     return None
-
-
-def _daemon(home: Home) -> tuple[process.ProcessRecord | None, int | None]:
-    """The daemon that was last started in the background, and the pid of the one that runs."""
-    return process.read_record(home.daemon_process), StoreLock(home.store_lock).find_holder()
 
 
 def _note(home: Home) -> Path:

@@ -197,9 +197,14 @@ def find_running(home: Home) -> set[str]:
     return running | {path.stem for path in home.run.glob("fleet-*.json")}
 
 
+def find_daemon(home: Home) -> tuple[process.ProcessRecord | None, int | None]:
+    """The daemon that was last started in the background, and the pid of the one that runs."""
+    return process.read_record(home.daemon_process), StoreLock(home.store_lock).find_holder()
+
+
 def is_led_by_another(home: Home) -> bool:
     """Whether the daemon of a home is not the one that was last started in the background."""
-    holder, own = StoreLock(home.store_lock).find_holder(), process.read_record(home.daemon_process)
+    own, holder = find_daemon(home)
     return holder is not None and (own is None or holder != own.pid)
 
 
@@ -221,9 +226,8 @@ def stop_everything(home: Home, *, spared: Collection[str] = ()) -> list[str]:
         end = process.stop_agent if kind == "agent" else process.stop_recorded
         if end(record_path):
             stopped.append(_SHOWN[kind].format(name))
-    if fleets := [
-        path for path in sorted(home.run.glob("fleet-*.json")) if path.stem not in spared
-    ]:
+    fleets = [each for each in sorted(home.run.glob("fleet-*.json")) if each.stem not in spared]
+    if fleets:
         with _leading(home) as leads:
             if leads is not None:
                 stopped += _end_fleets(fleets, home, leads)

@@ -143,8 +143,7 @@ class InputFile(ABC):
             now = FileState.of(self.path)
         except OSError:
             return
-        is_same = (now.device, now.inode) == (self.opened_as.device, self.opened_as.inode)
-        if is_same and now != self.opened_as:
+        if now[:2] == self.opened_as[:2] and now != self.opened_as:
             raise DataError(
                 f"{self.path}: was written to while it is read; with what it held, "
                 "`batchrun resume JOB` goes on, with what it holds now, `--accept-input`"

@@ -84,7 +84,8 @@ class TextFile(InputFile):
 
     def refuse_changed(self) -> None:
         """As of every file, unless a copy of its own is read."""
-        if os.fstat(self._file.fileno()).st_ino == self.opened_as.inode:
+        status = os.fstat(self._file.fileno())
+        if (status.st_dev, status.st_ino) == self.opened_as[:2]:
             super().refuse_changed()
 
     def close(self) -> None:
