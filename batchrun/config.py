@@ -380,7 +380,7 @@ def load_deployment(
     """
     environment = _environment(**{key: value for key, value in flags.items() if value is not None})
     path = config or environment.config
-    if path is None and Path(DEFAULT_FILE).exists():
+    if path is None and os.path.exists(DEFAULT_FILE):  # noqa: PTH110 - Path's own one may raise
         path = Path(DEFAULT_FILE)
     values: dict[str, Any] = {"base": Path.cwd() if path is None else path.absolute().parent}
     if path is not None:
@@ -426,7 +426,7 @@ def _with_model_path(deployment: Deployment) -> Deployment:
 def _as_path(base: Path, model: str) -> str:
     """The absolute path of what is a folder or looks like one; a hub id as it is."""
     folder = base / Path(model).expanduser()
-    is_path = folder.is_dir() or model.startswith((".", "/", "~"))
+    is_path = os.path.isdir(folder) or model.startswith((".", "/", "~"))  # noqa: PTH112 - as above
     return os.path.normpath(folder) if is_path else model
 
 

@@ -163,7 +163,7 @@ def replacing(
     nobody holds its lock. Raises OSError.
     """
     for left in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
-        with suppress(BlockingIOError, FileNotFoundError), left.open("rb") as file:
+        with suppress(OSError), left.open("r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             left.unlink()
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")

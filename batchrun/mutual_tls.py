@@ -145,12 +145,16 @@ def _certify(key: ec.EllipticCurvePrivateKey) -> x509.Certificate:
 def show(context: ssl.SSLContext, certificate: Path, key: Path | None) -> None:
     """Show this certificate (PEM) on all connections from now on. Raises ConfigError when it cannot
     be used."""
+    # A context has one certificate for each kind of key; callers would choose among them.
+    shown = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    shown.load_verify_locations(cadata=b"".join(context.get_ca_certs(binary_form=True)))
     try:
-        context.load_cert_chain(certificate, key)
+        shown.load_cert_chain(certificate, key)
     except OSError as error:
         raise ConfigError(
             f"{certificate}: cannot be used with the key {key or 'in it'}: {_reason(error)}"
         ) from error
+    context.sni_callback = lambda connection, *_: setattr(connection, "context", shown)
 
 
 def _reason(error: OSError) -> str:

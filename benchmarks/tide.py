@@ -232,8 +232,9 @@ def follows(day: Day, seed: int, settings: TideSettings) -> Outcome:
             last = slice(number - BINS_A_MINUTE - 1, number - 1)
             forecast.add(float(world.served[last].mean()))
             held = believed.work(int(ready[last].min())) * correction.factor
-            missed = 1 - float(world.kept[last].sum() / max(1.0, day.num_calls[last].sum()))
-            correction.learn(float(world.served[last].mean()) / held, missed)
+            num_calls = float(day.num_calls[last].sum())
+            late = num_calls - float(world.kept[last].sum())
+            correction.learn(float(world.served[last].mean()) / held, num_calls, late)
             needs = [
                 _need(world.jobs, job, errors[job], at_s, forecast) for job in world.jobs.open(at_s)
             ]

@@ -87,16 +87,20 @@ async def until(condition: Callable[[], object]) -> None:
         await asyncio.sleep(0.01)
 
 
-def write_certificate(folder: Path, address: str) -> tuple[Path, Path]:
+def write_certificate(folder: Path, address: str, *, is_rsa: bool = False) -> tuple[Path, Path]:
     """A certificate of an operator for an address, and its key, as PEM files."""
     import ipaddress
     from datetime import UTC, datetime, timedelta
 
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.hazmat.primitives.asymmetric import ec, rsa
 
-    key = ec.generate_private_key(ec.SECP256R1())
+    key = (
+        rsa.generate_private_key(65_537, 2_048)
+        if is_rsa
+        else ec.generate_private_key(ec.SECP256R1())
+    )
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "operator")])
     now = datetime.now(UTC)
     alternative = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(address))])

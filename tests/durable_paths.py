@@ -29,6 +29,7 @@ from batchrun.jobs.results.file_bytes import MARK, FileBytes, check_contents, re
 from batchrun.jobs.results.keeping import check_files
 from batchrun.jobs.spec import JobSpec
 from batchrun.jobs.submit import prepare_job
+from batchrun.keys import FairDoor
 from batchrun.server.api.errors import ApiError, Caller
 from batchrun.server.api.files import Files
 from batchrun.server.api.upload import Traffic
@@ -276,7 +277,8 @@ class BatchEnd(BatchStart):
         if record.state is JobState.RUNNING:
             jobs.begin_finalizing(self.store, record.id, JobState.EXPIRED, now_s=4.0)
         (record,) = jobs.list_jobs(self.store)
-        with patch("batchrun.daemon.writer.RETRY_INTERVAL_S", 0.0):
+        name = "batchrun.daemon.{}.RETRY_INTERVAL_S"
+        with patch(name.format("writer"), 0.0), patch(name.format("ending"), 0.0):
             asyncio.run(
                 end_batch(
                     self.store,
@@ -284,7 +286,7 @@ class BatchEnd(BatchStart):
                     links=self.home.inputs,
                     place=self.place,
                     progress=lambda *_: None,
-                    retry_interval_s=0.0,
+                    door=FairDoor(1),
                 )
             )
         acknowledge("ended")

@@ -58,7 +58,8 @@ def idle(num_tokens: int) -> PrefixHit:
 
 def call(name: str = "call", *, prompt: int = 99, output: int = 50, **fields: Any) -> RequestView:
     """A waiting online request: TTFT bound 1 s, TPOT bound 50 ms. It asks for 10 blocks."""
-    bounds = {"slo_ttft_s": 1.0, "slo_tpot_s": 0.05, "arrival_at_s": NOW_S, "handle": Kv()}
+    bounds: dict[str, Any] = {"slo_ttft_s": 1.0, "slo_tpot_s": 0.05, "arrival_at_s": NOW_S}
+    bounds |= {"handle": Kv(), "has_class": "slo_ttft_s" in fields}
     return _request(name, RequestClass.ONLINE, prompt, output, bounds | fields)
 
 

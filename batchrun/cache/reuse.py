@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from batchrun.cache.block_tree import BlockRadixTree, RadixNode, common_blocks
 from batchrun.cache.eviction import NEXT_USE, EvictionOrder
@@ -39,14 +40,18 @@ class PrefixNode:
     `branch` is what lies below it on the way to the row that announced it first. Until a row comes
     by another branch, where the node ends is unknown: the innermost node of a row is then taken to
     cover the whole row, an outer one nothing (the inner one's values stand for it).
-    `num_rows_to_come` is what the latest row said.
+    `use` are the rows to come and the rank of the next, as the last of its rows said in the planned
+    order, that of `rank`. Once as many rows are announced as `overdue_at`, the next of its rows
+    does not come here any more.
     """
 
     branch: object
     chain: Sequence[bytes]
     num_blocks: int = 0
     is_forked: bool = False
-    num_rows_to_come: int = 0
+    use: tuple[int, int] = (0, 0)
+    rank: int = 0
+    overdue_at: int = 0
 
     def learn(self, branch: object, chain: Sequence[bytes]) -> int:
         """Where the node ends, in blocks, now that a row came by this branch."""
@@ -60,7 +65,8 @@ class PrefixNode:
 @dataclass(slots=True, eq=False)
 class HintedJob:
     """The rows and nodes of one job; `is_counted` is whether its lease holds. `num_by_key` counts
-    the rows by the node of their key portion."""
+    the rows by the node of their key portion; `ended` has the nodes of which no row was to come
+    any more, the latest last, by the rank of who said so."""
 
     name: str
     lease_end_s: float = 0.0
@@ -68,9 +74,31 @@ class HintedJob:
     rows: dict[int, AnnouncedRow] = field(default_factory=dict)
     nodes: dict[int, PrefixNode] = field(default_factory=dict)
     num_by_key: Counter[int] = field(default_factory=Counter)
+    ended: dict[int, int] = field(default_factory=dict)
+
+    def knows_better(self, said: NodeHint, rank: int) -> bool:
+        """Whether a row behind this one in the planned order came before it, and told of the node.
+        Urgent rows are far off in rank, and tell what is so now."""
+        node = self.nodes.get(said.node)
+        heard = self.ended.get(said.node, rank) if node is None else node.rank
+        return 0 < heard - rank < MOST_SWAPPED
+
+    def end(self, node_id: int, rank: int) -> None:
+        """No row of the node is to come any more."""
+        self.ended.pop(node_id, None)
+        self.ended[node_id] = rank
+        if len(self.ended) > KEPT_ENDS:
+            del self.ended[next(iter(self.ended))]
 
 
 LEASE_S = 30.0
+MOST_SWAPPED = 4_096
+"""Rows reach an engine in an order that differs from the planned one by less."""
+KEPT_ENDS = 256
+OVERDUE_ROWS = 8
+"""So many rows later than twice as late as expected, the next row of a node went elsewhere."""
+SWEPT_NODES = 2
+"""Nodes are looked at for that in turn, so many whenever a row comes."""
 
 
 class ReuseIndex:
@@ -91,6 +119,8 @@ class ReuseIndex:
         self._epoch = -1
         self._jobs: dict[str, HintedJob] = {}
         self._rows: dict[str, AnnouncedRow] = {}
+        self._num_announced = 0
+        self._to_sweep: dict[tuple[str, int], None] = {}
         self.blocks = self._tree.blocks
         self.tier = self._tree.tier
         self.keys_of = self._tree.keys_of
@@ -112,6 +142,8 @@ class ReuseIndex:
                 if row.key is not None:
                     job.num_by_key[row.key] += 1
                 self._count_row(row)
+                self._num_announced += 1
+                self._sweep()
                 self._learn_nodes(job, hint, row.chain)
             row.requests.add(request_id)
             self._rows[request_id] = row
@@ -185,7 +217,7 @@ class ReuseIndex:
             return 0
         to_come = row.job.nodes.get(row.key)
         others = row.job.num_by_key[row.key] - 1
-        return others if to_come is None else others + to_come.num_rows_to_come
+        return others if to_come is None else others + to_come.use[0]
 
     def _renew_epoch(self, epoch: int, now_s: float) -> None:
         """Epochs of another store, or of one that was brought back, may be lower: they count once
@@ -215,6 +247,7 @@ class ReuseIndex:
         for node_id, node in job.nodes.items():
             if node.num_blocks:
                 self._tree.drop_hint(node.chain[node.num_blocks - 1], (job.name, node_id))
+            self._to_sweep.pop((job.name, node_id), None)
         job.nodes.clear()
         job.is_counted = False
         self._forget_if_empty(job)
@@ -236,26 +269,51 @@ class ReuseIndex:
             is_innermost = i + 1 == len(hint.nodes)
             branch = ("row", hint.row) if is_innermost else ("node", hint.nodes[i + 1].node)
             node = job.nodes.get(said.node)
-            if node is not None:
-                self._place_node(job, said, node, node.learn(branch, chain))
-            elif said.num_rows_to_come > 0:
+            if job.knows_better(said, hint.rank):
+                if node is not None:
+                    self._cover(job, said.node, node, node.learn(branch, chain))
+                continue
+            if node is None and said.num_rows_to_come <= 0:
+                job.end(said.node, hint.rank)
+                continue
+            if node is None:
                 node = job.nodes[said.node] = PrefixNode(branch, chain)
-                self._place_node(job, said, node, len(chain) if is_innermost else 0)
+                self._to_sweep[job.name, said.node] = None
+                num_blocks = len(chain) if is_innermost else 0
+            else:
+                num_blocks = node.learn(branch, chain)
+            late = 2 * max(0, said.next_rank - hint.rank) + OVERDUE_ROWS
+            node.rank, node.overdue_at = hint.rank, self._num_announced + late
+            node.use = (said.num_rows_to_come, said.next_rank)
+            if said.num_rows_to_come > 0:
+                self._cover(job, said.node, node, num_blocks)
+            else:
+                job.end(said.node, hint.rank)
+                self._drop(job, said.node, node)
 
-    def _place_node(
-        self, job: HintedJob, said: NodeHint, node: PrefixNode, num_blocks: int
-    ) -> None:
+    def _cover(self, job: HintedJob, node_id: int, node: PrefixNode, num_blocks: int) -> None:
         """Let the node's rows to come count for its first `num_blocks` blocks, and no others."""
-        old_end = node.num_blocks
-        if said.num_rows_to_come <= 0:
-            del job.nodes[said.node]
-            num_blocks = 0
-        node.num_blocks, node.num_rows_to_come = num_blocks, said.num_rows_to_come
+        old_end, node.num_blocks = node.num_blocks, num_blocks
         if num_blocks:
-            use = (said.num_rows_to_come, said.next_rank)
-            self._tree.add_hint(node.chain, num_blocks, (job.name, said.node), use)
+            self._tree.add_hint(node.chain, num_blocks, (job.name, node_id), node.use)
         if old_end and old_end != num_blocks:
-            self._tree.drop_hint(node.chain[old_end - 1], (job.name, said.node))
+            self._tree.drop_hint(node.chain[old_end - 1], (job.name, node_id))
+
+    def _drop(self, job: HintedJob, node_id: int, node: PrefixNode) -> None:
+        """No row of the node is to come here any more."""
+        del job.nodes[node_id], self._to_sweep[job.name, node_id]
+        self._cover(job, node_id, node, 0)
+
+    def _sweep(self) -> None:
+        """Drop nodes whose next row is overdue: it went to another engine, or ended before."""
+        for key in list(islice(self._to_sweep, SWEPT_NODES)):
+            job = self._jobs[key[0]]
+            node = job.nodes[key[1]]
+            if self._num_announced > node.overdue_at:
+                self._drop(job, key[1], node)
+            else:
+                del self._to_sweep[key]
+                self._to_sweep[key] = None
 
     def _take_fallen(self) -> list[RadixNode]:
         fallen = self._tree.fallen

@@ -213,7 +213,7 @@ def _take_up(job: NewJob, home: Home, client: DaemonClient) -> str:
     if found is None or found.record.state.is_terminal:
         tell_replaced(job)
         return hand_over(job, home)[0]
-    view = go_on(found.record, client)
+    view = go_on(found.record.id, client)
     note(
         f"going on with {found.record.id}: {num_done(view):,} of {view['num_rows']:,} rows are done"
     )

@@ -197,31 +197,48 @@ def watch(
     is_shown: bool = True,
     is_enough: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any]:
-    """The daemon's view of a job once it has ended or paused, or `is_enough`.
+    """The daemon's view of a job once it has ended or paused, or `is_enough`. Raises what `views`
+    raises."""
+    view: dict[str, Any] = {}
+    with ProgressBar(after_s=0, is_shown=is_shown) as progress:
+        for view in views(client, job_id, go_on=go_on):
+            if is_enough():
+                break
+            progress(_describe(view), num_done(view), view["num_rows"])
+    return view
+
+
+def views(
+    client: DaemonClient, job_id: str, *, go_on: str | None = None
+) -> Iterator[dict[str, Any]]:
+    """The daemon's views of a job until one in which it has ended or paused.
 
     `go_on` is the command that takes the job up again. Raises DaemonUnavailableError, EngineError
     where no engine is left to run it, StoreFullError where its results cannot be written.
     """
     stalled_since_s: float | None = None
-    with ProgressBar(after_s=0, is_shown=is_shown) as progress:
-        while True:
-            view = _view_of(client, job_id)
-            state = JobState(view["state"])
-            if state.is_terminal or state is JobState.PAUSED or is_enough():
-                return view
-            progress(_describe(view), num_done(view), view["num_rows"])
-            if view["engine_failure"] is not None:
-                raise EngineError(f"no engine is left to run {job_id}: {view['engine_failure']}")
-            if view["stalled"] is None:
-                stalled_since_s = None
-            elif stalled_since_s is None:
-                stalled_since_s = time.monotonic()
-            elif time.monotonic() - stalled_since_s > STALL_PATIENCE_S:
-                then = f"`batchrun {go_on}` goes" if go_on else "the job goes"
-                raise StoreFullError(
-                    f"results cannot be written: {view['stalled']}; then {then} on where it was"
-                )
-            time.sleep(POLL_INTERVAL_S)
+    while True:
+        yield (view := _view_of(client, job_id))
+        if is_over(view):
+            return
+        if view["engine_failure"] is not None:
+            raise EngineError(f"no engine is left to run {job_id}: {view['engine_failure']}")
+        if view["stalled"] is None:
+            stalled_since_s = None
+        elif stalled_since_s is None:
+            stalled_since_s = time.monotonic()
+        elif time.monotonic() - stalled_since_s > STALL_PATIENCE_S:
+            then = f"`batchrun {go_on}` goes" if go_on else "the job goes"
+            raise StoreFullError(
+                f"results cannot be written: {view['stalled']}; then {then} on where it was"
+            )
+        time.sleep(POLL_INTERVAL_S)
+
+
+def is_over(view: Mapping[str, Any]) -> bool:
+    """Whether a job in this view has ended or paused."""
+    state = JobState(view["state"])
+    return state.is_terminal or state is JobState.PAUSED
 
 
 def _view_of(client: DaemonClient, job_id: str) -> dict[str, Any]:

@@ -92,7 +92,7 @@ def start_in_background(
     before = _recorded(home)
     try:
         record = process.spawn(
-            [sys.executable, "-m", "batchrun", "up", "--home", str(home.path), *flags],
+            [sys.executable, "-P", "-m", "batchrun", "up", "--home", str(home.path), *flags],
             env=dict(os.environ),
             log_path=log_path,
             record_path=home.daemon_process,

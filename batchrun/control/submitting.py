@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -158,7 +158,7 @@ def _add_to_store(job: NewJob, home: Home) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SameJob:
-    """The newest job of the same content over the same input, as the store has it."""
+    """A job of the same content over the same input, as the store has it."""
 
     record: JobRecord
     num_failed: int
@@ -175,34 +175,35 @@ class SameJob:
         return self.record.state.is_terminal and self.record.results_removed_at is None
 
 
-def find_same(job: NewJob, home: Home) -> SameJob | None:
-    """The newest job with this very content, ended or not; None where its input, or the
-    order within its request's fields, was another."""
+def find_same(
+    job: NewJob, home: Home, fits: Callable[[SameJob], bool] = lambda _: True
+) -> SameJob | None:
+    """The newest job with this very content that `fits`, one that has not ended before those that
+    have: its input, and the order within its request's fields, are the same too."""
     if not home.has_store:
         return None
     with closing(open_store(home.store_location)) as store:
-        found = jobs.find_newest(store, job.content_hash)
-        if found is None or _bytes_of(found.pin) != _bytes_of(job.pin):
-            return None
-        if _fields_of(found.spec) != _fields_of(job.spec):
-            return None
-        counts = found.counts
-        return SameJob(found, 0 if counts is None else counts.num_failed)
+        alike = jobs.list_alike(store, job.content_hash)
+    content = _content_of(job)
+    same = (_same_job(record) for record in alike if _content_of(record) == content)
+    return next(filter(fits, same), None)
 
 
-def _bytes_of(pin: str) -> list[tuple[str, ...]]:
-    return [(file.path, *file.block_hashes) for file in InputPin.model_validate_json(pin).files]
+def _content_of(job: NewJob | JobRecord) -> tuple[list[tuple[str, ...]], str]:
+    files = InputPin.model_validate_json(job.pin).files
+    fields = told_fields(JobSpec.model_validate_json(job.spec).request)
+    return [(file.path, *file.block_hashes) for file in files], fields
 
 
-def _fields_of(spec: str) -> str:
-    return told_fields(JobSpec.model_validate_json(spec).request)
+def _same_job(record: JobRecord) -> SameJob:
+    return SameJob(record, 0 if record.counts is None else record.counts.num_failed)
 
 
-def go_on(record: JobRecord, client: DaemonClient) -> dict[str, Any]:
+def go_on(job_id: str, client: DaemonClient) -> dict[str, Any]:
     """Let an unfinished job go on where it was, resumed if it is paused; its view before that."""
-    view = client.get(f"/jobs/{record.id}")
+    view = client.get(f"/jobs/{job_id}")
     if JobState(view["state"]) is JobState.PAUSED:
-        client.post(f"/jobs/{record.id}/resume")
+        client.post(f"/jobs/{job_id}/resume")
     return view
 
 

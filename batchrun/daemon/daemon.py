@@ -43,7 +43,7 @@ from batchrun.jobs.submit import pin_again
 from batchrun.media.fetching import ImageFetcher
 from batchrun.store import jobs
 from batchrun.store.api_keys import NO_LIMITS, KeyLimits
-from batchrun.store.batches import BatchRecord, NewBatch, WantedBatch
+from batchrun.store.batches import BatchRecord, WantedBatch
 from batchrun.store.database import Store
 from batchrun.store.jobs import JobRecord, NewJob
 from batchrun.types import DEFAULT_MODEL, JobState
@@ -186,10 +186,10 @@ class Daemon:
             self._take_up(record)
         return record
 
-    async def submit_batch(self, batch: NewBatch, job: NewJob, max_open: int | None) -> BatchRecord:
+    async def submit_batch(self, wanted: WantedBatch) -> BatchRecord:
         """Add a batch of OpenAI's API, or find the one that its idempotency key stands for."""
-        created = await self._creator.create(WantedBatch(batch, job, max_open))
-        if created.job.id == job.id:
+        created = await self._creator.create(wanted)
+        if created.job.id == wanted.job.id:
             self._take_up(created.job)
         return created
 
@@ -209,7 +209,10 @@ class Daemon:
         record = await asyncio.to_thread(jobs.get, self.store, job_id)
         pin = await in_thread(pin_again, record, links=self.links) if accept_input else None
         async with self._commands:
-            resumed = await asyncio.to_thread(jobs.resume, self.store, record.id, pin=pin)
+            if accept_input:
+                await self.writer.flush()  # Answers to what it held are older than its acceptance.
+            resume = partial(jobs.resume, now_s=time.time(), pin=pin)
+            resumed = await asyncio.to_thread(resume, self.store, record.id)
             self._take_up(resumed)
             return resumed
 

@@ -202,11 +202,13 @@ class Assigner(Generic[JobT, SlotT]):
         return slot.load.has_room(demand.work_s, answer, is_urgent=is_urgent)
 
     def _observe(self, round_: _Round) -> None:
-        """The engines are saturated where all of them have what they take."""
+        """The engines are saturated where all have what they take that a job has rows for."""
         for engine, is_full in round_.dropped.items():
             self.slots[engine].load.observe(round_.now_s, is_full=is_full)
         if not round_.asking and round_.opens_at_s is None:
-            full = round_.dropped.values()
+            models = {job.model for job in self._ready(round_.now_s).values()}
+            sought = {engine for model in models for engine in round_.serving(model)}
+            full = [is_full for engine, is_full in round_.dropped.items() if engine in sought]
             self._is_saturated = bool(full) and all(full)
         self.turns.observe(round_.now_s, is_saturated=self._is_saturated)
 
@@ -261,17 +263,23 @@ class Assigner(Generic[JobT, SlotT]):
 
     def _next(self, engine: int, round_: _Round) -> tuple[Turn | None, int]:
         """The job whose turn it is on an engine, and its next row for that."""
-        ready, rows, now_s = set[str](), dict[str, int](), round_.now_s
-        for job_id, job in self.jobs.items():
-            is_resting = any(job_id in each for each in self.resting)
-            if not is_resting and job.queue.has_ready(now_s):
-                ready.add(job_id)
-                loads = round_.serving(job.model)
-                row = job.queue.peek(now_s, engine, loads) if engine in loads else None
-                if row is not None:
-                    rows[job_id] = row
-        turn = self.turns.choose(ready, now_s, rows.keys(), engine)
+        rows, now_s = dict[str, int](), round_.now_s
+        ready = self._ready(now_s)
+        for job_id, job in ready.items():
+            loads = round_.serving(job.model)
+            row = job.queue.peek(now_s, engine, loads) if engine in loads else None
+            if row is not None:
+                rows[job_id] = row
+        turn = self.turns.choose(ready.keys(), now_s, rows.keys(), engine)
         return turn, -1 if turn is None else rows[turn.job_id]
+
+    def _ready(self, now_s: float) -> dict[str, JobT]:
+        """The jobs with rows that may go now."""
+        return {
+            job_id: job
+            for job_id, job in self.jobs.items()
+            if not any(job_id in each for each in self.resting) and job.queue.has_ready(now_s)
+        }
 
     def _take(self, turn: Turn, row: int, engine: int, demand: Demand, round_: _Round) -> None:
         """The row goes to `engine`, mostly the one whose turn it is."""

@@ -79,14 +79,14 @@ class Dispatcher:
     hinter: Hinter = field(init=False)
     assigner: Assigner[ActiveJob, Slot] = field(init=False)
     _row_images: RowImages = field(init=False)
-    _reading: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    _resting: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     _wake: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
         self.hinter = Hinter(self.epoch)
         self.assigner = Assigner(self.slots)
         self._row_images = RowImages(self.images)
-        self.assigner.resting = (self._row_images.resting, self.waiting, self._reading)
+        self.assigner.resting = (self._row_images.resting, self.waiting, self._resting)
 
     @property
     def jobs(self) -> Mapping[str, ActiveJob]:
@@ -100,9 +100,8 @@ class Dispatcher:
     def add(self, job: ActiveJob) -> None:
         """Let a job's rows go, from now on with its fair share."""
         left_s = job.left_s
-        self.assigner.join(
-            job, deadline_at=None if left_s == math.inf else time.monotonic() + left_s
-        )
+        deadline_at = None if left_s == math.inf else time.monotonic() + left_s
+        self.assigner.join(job, deadline_at=deadline_at)
         self.wake()
 
     def hold(self, job: ActiveJob) -> None:
@@ -269,12 +268,12 @@ class Dispatcher:
         await asyncio.gather(*done)
         for task, job_id in zip(sending, by_job, strict=True):
             if task in late:  # A job whose input is read slowly holds up no other one.
-                self._reading[job_id] = task
+                self._resting[job_id] = task
                 task.add_done_callback(lambda _: self.wake())
 
     def _look_at_late(self) -> None:
-        for job_id in [each for each, task in self._reading.items() if task.done()]:
-            self._reading.pop(job_id).result()
+        for job_id in [each for each, task in self._resting.items() if task.done()]:
+            self._resting.pop(job_id).result()
 
     async def _send_group(self, group: Sequence[SentRow]) -> None:
         async with group[0].job.reading:
@@ -421,6 +420,9 @@ class Dispatcher:
         self._give_back(assignment, ready_at_s=time.monotonic() + DOUBT_WAIT_S)
         if verdict is Verdict.JOB:
             self.pause_job(job, f"every row would fail: {error.message}")
+        elif verdict is Verdict.REST and job.id not in self._resting:
+            log.warning("%s rests, every row would fail: %s", job.id, error.message)
+            self._resting[job.id] = asyncio.create_task(asyncio.sleep(job.doubts.rest_s(self.rng)))
 
     def _wait(self, assignment: SentRow, outcome: Outcome) -> None:
         """The engine takes no more now. The row's retries are kept for what fails; it goes again
@@ -431,8 +433,7 @@ class Dispatcher:
         if job.refusals.are_enough(outcome.row, slot.pressure.num_taken):
             self._conclude(assignment, outcome)
         else:
-            ready_at_s = slot.pressure.rests_until_s + FIRST_DELAY_S
-            self._give_back(assignment, ready_at_s=ready_at_s)
+            self._give_back(assignment, ready_at_s=slot.pressure.rests_until_s + FIRST_DELAY_S)
 
     def _give_back(self, assignment: SentRow, *, ready_at_s: float = 0.0) -> None:
         self.assigner.give_back(assignment, ready_at_s=ready_at_s)
@@ -443,8 +444,7 @@ class Dispatcher:
         self.assigner.settle(assignment, outcome.usage)
         job.trials.clear(outcome.row)
         self.writer.put(job.record.seq, outcome)
-        reason = job.breaker.see(outcome)
-        if reason is not None:
+        if (reason := job.breaker.see(outcome)) is not None:
             self.pause_job(job, reason)
 
     async def _blame(self, assignment: SentRow, outcome: Outcome) -> None:

@@ -11,7 +11,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -42,6 +42,8 @@ from batchrun.jobs.results.output_file import write_output
 from batchrun.jobs.results.output_parts import upload
 from batchrun.jobs.spec import JobSpec
 from batchrun.jobs.submit import open_submitted, plan_file, rows_file
+from batchrun.keys import FairDoor
+from batchrun.pool.job_shares import OPERATOR
 from batchrun.store import batches, jobs, results
 from batchrun.store.batches import ResultFiles
 from batchrun.store.database import Store
@@ -93,12 +95,18 @@ log = logging.getLogger(__name__)
 
 FIRST_DELAY_S = 1.0
 LONGEST_DELAY_S = 30.0
+MAX_WRITING = 3
+"""Outputs that are written or uploaded at once: the threads are those of callers' files, too."""
+
+Turn = Callable[[], AbstractAsyncContextManager[None]]
+"""Within what it gives, an owner writes."""
 
 
 async def until_uploaded(
-    upload: Callable[[], None], store: Store, record: JobRecord, progress: ProgressSink
+    upload: Callable[[], None], store: Store, record: JobRecord, progress: ProgressSink, turn: Turn
 ) -> None:
-    """Call `upload` in a thread; while the storage does not answer, wait, say so, and try again.
+    """Call `upload` in a thread, in turn; while the storage does not answer, wait, say so, and try
+    again.
 
     Raises StorageUnreachableError once the job's state is another (it was cancelled or paused), and
     what else `upload` raises.
@@ -107,7 +115,8 @@ async def until_uploaded(
     while True:
         progress("uploading", 0, 0)
         try:
-            await in_thread(upload)
+            async with turn():
+                await in_thread(upload)
             return
         except StorageUnreachableError as error:
             log.warning("%s: %s", record.id, error)
@@ -139,26 +148,33 @@ async def end_batch(
     links: Path,
     place: FileBytes,
     progress: ProgressSink,
-    retry_interval_s: float = RETRY_INTERVAL_S,
+    door: FairDoor,
 ) -> None:
-    """Write the files of results, bring them where files lie, and end the job.
+    """Write the files of results, bring them where files lie, and end the job. `door` lets few in.
 
     What cannot be written is tried again for as long as the job waits for it: the batch has no
     state for that. An input that cannot be read is missed `INPUT_TRIES` times, and by a batch whose
     rows are all done until its deadline; then the lines of the files do without their custom ids.
     """
+    batch = await until_reached(batches.find, store, record.id)
+    assert batch is not None
+    turn = partial(door.passed, batch.owner or OPERATOR.id)
     num_misses = 0
     while record.state in {JobState.FINALIZING, JobState.CANCELLING}:
         write = partial(_write, store, record, links=links, folder=place.spool, progress=progress)
         is_lost = num_misses >= INPUT_TRIES and not _may_wait(record)
         try:
-            found = await until_read_or_written(write, is_input_lost=is_lost)
-            await _keep(store, record, found, place, progress)
+            async with turn():
+                found = await until_read_or_written(write, is_input_lost=is_lost)
+            bring = partial(
+                until_uploaded, store=store, record=record, progress=progress, turn=turn
+            )
+            await _keep(found, place, bring)
         except BatchrunError as error:
             num_misses += isinstance(error, DataError)
             log.error("%s: its results cannot be written: %s", record.id, error)
             progress(f"{record.state}, cannot write its results: {error}", 0, 0)
-            await asyncio.sleep(retry_interval_s)
+            await asyncio.sleep(RETRY_INTERVAL_S)
         else:
             await _finish(store, record, found, place)
         record = await until_reached(jobs.get, store, record.id)
@@ -171,12 +187,12 @@ def _may_wait(record: JobRecord) -> bool:
 
 
 async def _keep(
-    store: Store, record: JobRecord, found: ResultFiles, place: FileBytes, progress: ProgressSink
+    found: ResultFiles, place: FileBytes, bring: Callable[..., Awaitable[None]]
 ) -> None:
     """Raises BatchrunError; the files are marked then, for others are written in their place."""
     try:
         for file_id in _ids(found):
-            await until_uploaded(partial(place.keep, file_id), store, record, progress)
+            await bring(partial(place.keep, file_id))
     except BatchrunError:
         await _drop(found, place)
         raise
@@ -272,6 +288,7 @@ class JobEnd:
     pause: Callable[[str, str], Awaitable[None]]
     files: FileBytes | None = None
     _closing: dict[int, asyncio.Lock] = field(default_factory=dict)
+    _door: FairDoor = field(default_factory=partial(FairDoor, MAX_WRITING))
     retry_s: float = OUTPUT_RETRY_S
     _retry_at_s: dict[int, float] = field(default_factory=dict)
     _num_failures: Counter[int] = field(default_factory=Counter)
@@ -303,27 +320,32 @@ class JobEnd:
 
     async def _end_batch(self, record: JobRecord, stage: Stage) -> bool:
         assert self.files is not None
-        await end_batch(self.store, record, links=self.links, place=self.files, progress=stage)
+        end = partial(end_batch, links=self.links, place=self.files, door=self._door)
+        await end(self.store, record, progress=stage)
         return True
 
     async def _write(self, record: JobRecord, stage: Stage) -> None:
         """The output file, or the object that is made of it. Who cancels a job does not wait for
         object storage: its results can be written later."""
         work = partial(export, self.store, record, links=self.links, progress=stage)
+        turn = partial(self._door.passed, OPERATOR.id)
         place = record.output_path
         if not is_url(place):
-            await until_read_or_written(work)
+            async with turn():
+                await until_read_or_written(work)
             return
         exits = ExitStack()
         folder = await in_thread(exits.enter_context, scratch_folder(self.links))
         try:
             copy = folder / name_of(place)
-            await until_read_or_written(work, to=copy)
+            async with turn():
+                await until_read_or_written(work, to=copy)
             bring = partial(upload, copy, place)
             if record.state is JobState.FINALIZING:
-                await until_uploaded(bring, self.store, record, stage)
+                await until_uploaded(bring, self.store, record, stage, turn)
             else:
-                await in_thread(bring)
+                async with turn():
+                    await in_thread(bring)
         finally:
             await in_thread(exits.close)
 

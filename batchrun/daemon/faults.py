@@ -297,6 +297,8 @@ UNAUTHORIZED = 401
 NUM_ALIKE = 3
 """So many rows that fail alike, before any succeeds, speak for all others."""
 MAX_DOUBTS = 3
+MAX_RESTS = 16
+"""Seven minutes in all, or more."""
 DOUBT_WAIT_S = 1.0
 """A row whose fault may be its job's goes again after so long, so often."""
 
@@ -306,6 +308,7 @@ class Verdict(StrEnum):
 
     ROW = "row"
     JOB = "job"
+    REST = "rest"
     UNKNOWN = "unknown"
 
 
@@ -313,12 +316,14 @@ class Verdict(StrEnum):
 class Doubts:
     """Tells a row's own fault from its job's: the job's is that rows fail alike and none succeeds.
 
-    `num_ok` counts the rows that succeeded. A batch of OpenAI's API ends by itself: its caller
-    cannot resume it. Only where an engine does not know the operator it waits for him.
+    `num_ok` counts the rows that succeeded. A batch of OpenAI's API waits for the operator only
+    where an engine does not know him: its caller cannot resume it. Else it rests, and asks again,
+    `MAX_RESTS` times: the fault may be the caller's after all.
     """
 
     num_ok: int = 0
     is_batch: bool = False
+    _num_rests: int = 0
     _seen: dict[int, tuple[int, int]] = field(default_factory=dict)
     _alike: dict[tuple[int | None, str], set[int]] = field(default_factory=dict)
     _awaited: set[int] | None = None
@@ -326,6 +331,7 @@ class Doubts:
     def succeeded(self) -> None:
         """A row has an answer: what failed before it was not the job's fault."""
         self.num_ok += 1
+        self._num_rests = 0
         self._alike.clear()
         self._awaited = None
 
@@ -335,10 +341,18 @@ class Doubts:
         if num_ok_then < self.num_ok:
             return self._ended(row)
         self._seen[row] = num_times + 1, self.num_ok
-        may_pause = not self.is_batch or error.status_code == UNAUTHORIZED
-        if may_pause and self._are_alike(row, error) and not self._may_succeed(in_flight):
-            return Verdict.JOB
+        if self._are_alike(row, error):
+            if self.is_batch and error.status_code != UNAUTHORIZED:
+                if self._num_rests < MAX_RESTS:
+                    return Verdict.REST
+            elif not self._may_succeed(in_flight):
+                return Verdict.JOB
         return self._ended(row) if num_times >= MAX_DOUBTS else Verdict.UNKNOWN
+
+    def rest_s(self, rng: random.Random) -> float:
+        """For how long the batch rests now: longer each time, until a row succeeds."""
+        self._num_rests += 1
+        return retry_delay_s(self._num_rests, None, rng)
 
     def _are_alike(self, row: int, error: RowError) -> bool:
         """Whether rows enough have failed so, this one among them."""
@@ -362,8 +376,8 @@ class CircuitBreaker:
     never burns a million rows.
 
     `max_failed_rows` is the most failed rows that the job bears (None: any number);
-    `num_failed_rows` is how many have failed already; `max_identical` is how many may fail alike in
-    a row.
+    `num_failed_rows` is how many have failed since its last `resume`; `max_identical` is how many
+    may fail alike in a row.
     """
 
     def __init__(

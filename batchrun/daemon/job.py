@@ -31,8 +31,7 @@ from batchrun.jobs.submit import JobPlan
 from batchrun.pool.job_shares import OPERATOR, Owner
 from batchrun.pool.prefix_keys import IntArray
 from batchrun.pool.row_queue import PlannedWork, RowQueue
-from batchrun.store.jobs import Counts, JobRecord
-from batchrun.store.results import CUT_REASON
+from batchrun.store.jobs import CUT_REASON, Counts, JobRecord
 from batchrun.types import Outcome, OutcomeKind, RowError, Usage
 
 RATE_WINDOW_S = 30.0
@@ -260,7 +259,7 @@ class ActiveJob:
 
 URGENT_LEAD = 1 << 20
 """An urgent row's rank lies so far ahead: before every row that waits in an engine."""
-HINTED_ENDPOINTS = frozenset({"/v1/chat/completions", "/v1/completions"})
+HINTED_ENDPOINTS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
 
 
 class Hinter:

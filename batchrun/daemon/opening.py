@@ -12,12 +12,13 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +40,7 @@ from batchrun.jobs.objects import in_thread
 from batchrun.jobs.prompts.template import RequestTemplate, RowRenderError
 from batchrun.jobs.prompts.tokens import PLAIN_PROMPTS, PromptReader, read_prompts
 from batchrun.jobs.results.file_bytes import FileBytes
+from batchrun.jobs.results.keeping import drop_input
 from batchrun.jobs.spec import JobSpec, told_fields
 from batchrun.jobs.submit import open_submitted, plan_again, rows_file, source_of
 from batchrun.keys import FairDoor
@@ -50,7 +52,7 @@ from batchrun.store import api_keys, batches, files, jobs, results
 from batchrun.store.api_keys import NO_LIMITS, ApiKeyRecord, KeyLimits, limits_of
 from batchrun.store.batches import BatchError, BatchRecord, ValidInput
 from batchrun.store.database import Store
-from batchrun.store.jobs import JobRecord
+from batchrun.store.jobs import ACCEPTED_PREFIX, RESUMED_PREFIX, JobRecord
 from batchrun.types import EnginePhase, JobState, Outcome, OutcomeKind, ProgressSink
 
 ROWS_PER_COMMIT = 1_000
@@ -124,7 +126,9 @@ def _take_over(
 ) -> int:
     num_new = 0
     batch: list[tuple[int, Outcome]] = []
-    for result in results.read(store, before.seq):
+    # Until another input was accepted for it, its rows may have been other requests.
+    since_s = _read_instant(store, ACCEPTED_PREFIX, before.id)
+    for result in results.read(store, before.seq, since_s=since_s):
         row = same_rows.get(result.row)
         if row is None or result.body is None:
             continue
@@ -142,6 +146,12 @@ def _take_over(
             num_new += results.commit(store, batch, now_s=time.time(), are_taken_over=True)
             batch = []
     return num_new + results.commit(store, batch, now_s=time.time(), are_taken_over=True)
+
+
+def _read_instant(store: Store, prefix: str, job_id: str) -> float:
+    """When a job was last resumed, or its input accepted; 0 where it never was."""
+    found = jobs.read_setting(store, prefix + job_id, 0.0)
+    return found if isinstance(found, float) else 0.0
 
 
 log = logging.getLogger(__name__)
@@ -177,6 +187,8 @@ def open_job(
         answers = open_answers(spec, data, ratio, stored, done_in_order)
         output_tokens = round(answers.mean_tokens)
         limit = None if failing is None else failing.max_failed_rows(record.num_rows)
+        resumed_s = _read_instant(store, RESUMED_PREFIX, record.id)
+        num_failed = 0 if limit is None else results.count_failed(store, record.seq, resumed_s)
         # A batch of OpenAI's API completes, however many of its rows fail.
         max_identical = math.inf if record.is_batch else IDENTICAL_ERRORS_LIMIT
         job = ActiveJob(
@@ -185,7 +197,7 @@ def open_job(
             data=data,
             rows=PlannedRows(
                 data,
-                template.columns_used,
+                template.columns_used if len(done) < data.num_rows else (),
                 plan.order.rows,
                 KeptCopy(rows_file(links, record.id), source_of(record)),
                 progress=progress,
@@ -199,8 +211,8 @@ def open_job(
             group_of=groups,
             answers=answers,
             costs=estimate_costs(plan, output_tokens, done),
-            breaker=CircuitBreaker(limit, counts.num_failed, max_identical=max_identical),
-            num_cut=results.count_cut(store, record.seq),
+            breaker=CircuitBreaker(limit, num_failed, max_identical=max_identical),
+            num_cut=results.count_cut(store, record),
             doubts=Doubts(counts.num_completed, is_batch=record.is_batch),
         )
         exits.pop_all()
@@ -236,6 +248,8 @@ STORAGE_INTERVAL_S = 5.0
 MAX_OPENINGS = 2
 """Inputs that are read at once: a line of each is in memory."""
 
+T = TypeVar("T")
+
 
 @dataclass(slots=True)
 class Opener:
@@ -268,10 +282,30 @@ class Opener:
             take_up_job, links=self.links, model_folder=self.model_folder, python=self.python
         )
         owner = OPERATOR if key is None else Owner(key.id, is_bounded=key.role == "user")
-        async with self._reading.passed(owner.id):
-            job = await until_read_or_written(take_up, self.store, started, progress=progress)
+        work = partial(until_read_or_written, take_up, self.store, started, progress=progress)
+        job = await self._read(started, owner.id, work, progress)
         job.owner = owner
         return job
+
+    async def _read(
+        self,
+        record: JobRecord,
+        owner: str,
+        work: Callable[[], Awaitable[T]],
+        progress: ProgressSink,
+    ) -> T:
+        """Read an input in its owner's turn. Waits while object storage, the disk or the store does
+        not let it and the job's state stays."""
+        while True:
+            try:
+                async with self._reading.passed(owner):
+                    return await work()
+            except (StorageUnreachableError, StoreError) as error:
+                log.warning("%s: %s", record.id, error)
+                if (await until_reached(jobs.get, self.store, record.id)).state is not record.state:
+                    raise
+                progress(f"{record.state}, waiting for the input: {error}", 0, 0)
+                await asyncio.sleep(STORAGE_INTERVAL_S)
 
     async def _validate(
         self, batch: BatchRecord, owner: ApiKeyRecord | None, progress: ProgressSink
@@ -293,20 +327,24 @@ class Opener:
         if file is not None and not found:
             found = await self._check_for_engines(batch, progress)
         with suppress(StateError):
-            await self._conclude(record.id, found, owner)
+            await self._conclude(batch, found, owner)
         now = await until_reached(jobs.get, self.store, record.id)
         return now if now.state is JobState.RUNNING else None
 
     async def _conclude(
-        self, batch_id: str, found: ValidInput | list[BatchError], owner: ApiKeyRecord | None
+        self, batch: BatchRecord, found: ValidInput | list[BatchError], owner: ApiKeyRecord | None
     ) -> None:
         """Start the batch, or let it fail. Raises StateError where it is not validated any more."""
+        batch_id = batch.job.id
         if isinstance(found, ValidInput):
             quota = None if owner is None else limits_of(owner, self.key_limits).enqueued_tokens
             start = partial(batches.start, now_s=time.time(), max_enqueued_tokens=quota)
             try:
                 await until_stored(start, self.store, batch_id, found)
-            except QuotaError as error:
+            except (QuotaError, StateError) as error:
+                await until_stored(drop_input, self.store, batch, found.pin, links=self.links)
+                if isinstance(error, StateError):
+                    raise
                 found = [BatchError("token_limit_exceeded", str(error))]
             else:
                 return
@@ -315,23 +353,10 @@ class Opener:
     async def _check_lines(
         self, batch: BatchRecord, models: frozenset[str], progress: ProgressSink
     ) -> ValidInput | list[BatchError]:
-        """Waits while object storage, the disk or the store does not let it."""
         assert self.files is not None
-        while True:
-            try:
-                async with self._reading.passed(batch.owner or OPERATOR.id):
-                    return await in_thread(
-                        validate_input,
-                        batch,
-                        self.files,
-                        models,
-                        links=self.links,
-                        progress=progress,
-                    )
-            except (StorageUnreachableError, StoreError) as error:
-                log.warning("%s: %s", batch.job.id, error)
-                progress(f"validating, waiting for the input: {error}", 0, 0)
-                await asyncio.sleep(STORAGE_INTERVAL_S)
+        check = partial(validate_input, links=self.links, progress=progress)
+        work = partial(in_thread, check, batch, self.files, models)
+        return await self._read(batch.job, batch.owner or OPERATOR.id, work, progress)
 
     async def _check_for_engines(
         self, batch: BatchRecord, progress: ProgressSink

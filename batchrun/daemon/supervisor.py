@@ -254,7 +254,8 @@ class Supervisor:
             check_gateway_port(self._deployment.listen)
         else:
             self._clear_gateway_port()
-        env, record_path = dict(os.environ), self._home.gateway_process
+        # Not `-P`: a gateway of an older version would not be the same command.
+        env, record_path = os.environ | {"PYTHONSAFEPATH": "1"}, self._home.gateway_process
         process.spawn(argv, env=env, log_path=log_path, record_path=record_path)
         return True
 

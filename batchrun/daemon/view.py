@@ -86,7 +86,7 @@ def _view_records(store: Store, records: Sequence[JobRecord]) -> list[dict[str, 
     return [
         view_job(record, results.count(store, record.seq))
         | {
-            "num_cut": results.count_cut(store, record.seq),
+            "num_cut": results.count_cut(store, record),
             "on_done": tellings.get(record.id),
             "engine_s": spent_s.get(record.id, 0.0),
             "cost": None,

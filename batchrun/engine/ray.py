@@ -123,7 +123,7 @@ class ReplicaActor:
         write_atomically(secret_file, spec.secret.encode(), mode=0o600)
         write_atomically(config, spec.config.encode(), mode=0o600)
         listen = f"[{self._host}]" if ":" in self._host else self._host
-        command = [sys.executable, "-m", "batchrun", "engine", "serve", "--while-input"]
+        command = [sys.executable, "-P", "-m", "batchrun", "engine", "serve", "--while-input"]
         command += ["--name", spec.name, "--listen", f"{listen}:{spec.port}"]
         command += ["--secret-file", str(secret_file), "--config", str(config)]
         command += ["--drain-s", f"{DRAIN_S:g}"]

@@ -262,7 +262,7 @@ class RayFleet:
         pipe = asyncio.subprocess.PIPE
         with self._log_path.open("ab") as errors:
             placer = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "batchrun.engine.ray"),
+                *(sys.executable, "-P", "-m", "batchrun.engine.ray"),
                 stdin=pipe,
                 stdout=pipe,
                 stderr=errors,

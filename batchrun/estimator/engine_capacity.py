@@ -25,6 +25,7 @@ from batchrun.estimator.step_time import StepTimeModel
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
+Bools = npt.NDArray[np.bool_]
 
 WARM_S = 20.0
 """Calls of the first seconds are load, and not judged; of so many more as an answer takes."""
@@ -84,6 +85,7 @@ class _Call:
     prompt_tokens: int
     left_tokens: int
     output_tokens: int
+    is_judged: bool
     first_token_s: float = math.inf
     end_s: float = math.inf
 
@@ -173,9 +175,30 @@ class EngineTrial:
     lengths: CallLengths
     promise: Promise
     seed: int = 0
+    judged: Bools | None = None
+    """Which of `lengths` are to keep the promise, the others are load; None: all."""
+
+    def kept_alone(self) -> Bools:
+        """Which of `lengths` keep both bounds where nothing else runs."""
+        calls = self.lengths
+        columns = (calls.prompt_tokens, calls.cached_tokens, calls.output_tokens)
+        rows = zip(*(column.tolist() for column in columns), strict=True)
+        return np.array([self._is_kept_alone(*row) for row in rows])
+
+    def _is_kept_alone(self, prompt_tokens: int, cached_tokens: int, output_tokens: int) -> bool:
+        left, first_s = max(1, prompt_tokens - cached_tokens), 0.0
+        while left > 0 and first_s <= self.promise.ttft_s:
+            chunk = min(left, self.room.budget_tokens)
+            left -= chunk
+            first_s += self.model.predict_s(StepLoad.of([(chunk, prompt_tokens - left, False)]))
+        context = prompt_tokens + output_tokens // 2
+        token_s = self.model.predict_s(StepLoad.of([(1, context, True)]))
+        return first_s <= self.promise.ttft_s and (
+            output_tokens <= 1 or token_s <= self.promise.tpot_s
+        )
 
     def kept(self, rate_per_s: float, num_engines: int) -> float:
-        """The share of calls that keep both bounds where so many come a second to so many engines,
+        """The share of judged calls that keep both bounds, of so many a second to so many engines,
         each to the one with the least to do; one without a first token keeps neither."""
         warm_s, judged_s = self._warm_s(), max(ENGINE_S / num_engines, LEAST_JUDGED_S)
         rng = np.random.default_rng(self.seed)
@@ -199,7 +222,7 @@ class EngineTrial:
         for engine in engines:
             engine.advance(end_s + REST_S)
             engine.foresee()
-        judged = [call for call in calls if call.arrival_s >= warm_s]
+        judged = [call for call in calls if call.is_judged and call.arrival_s >= warm_s]
         return sum(map(self._is_kept, judged)) / len(judged) if judged else 1.0
 
     def rate_per_s(self, num_engines: int) -> float:
@@ -242,9 +265,12 @@ class EngineTrial:
         )
 
     def _drawn(self, at_s: Floats, rng: np.random.Generator) -> list[_Call]:
-        lengths = self.lengths.take(rng.integers(len(self.lengths), size=len(at_s)))
+        chosen = rng.integers(len(self.lengths), size=len(at_s))
+        lengths = self.lengths.take(chosen)
+        judged = np.ones(len(at_s), np.bool_) if self.judged is None else self.judged[chosen]
         missed = np.maximum(1, lengths.prompt_tokens - lengths.cached_tokens)
-        columns = (at_s, lengths.prompt_tokens, missed, np.maximum(1, lengths.output_tokens))
+        outputs = np.maximum(1, lengths.output_tokens)
+        columns = (at_s, lengths.prompt_tokens, missed, outputs, judged)
         return [_Call(*each) for each in zip(*(c.tolist() for c in columns), strict=True)]
 
 
@@ -256,6 +282,8 @@ class FleetCapacity:
 
     work_by_size: Mapping[int, float]
     """Of all engines together, for at least one number of engines."""
+    hopeless: float = 0.0
+    """The share of calls that are late on engines without others too."""
 
     def work(self, num_engines: int) -> float:
         """That so many engines hold."""
@@ -266,7 +294,8 @@ class FleetCapacity:
 
     def times(self, factor: float) -> FleetCapacity:
         """So many times of it."""
-        return FleetCapacity({size: factor * work for size, work in self.work_by_size.items()})
+        works = {size: factor * work for size, work in self.work_by_size.items()}
+        return replace(self, work_by_size=works)
 
     def fewest(self, work: float, low: int, high: int) -> int:
         """The fewest engines, between these bounds, that hold this work."""
@@ -274,9 +303,12 @@ class FleetCapacity:
 
 
 def fleet_capacity(trial: EngineTrial, work_s: float, most: int) -> FleetCapacity:
-    """What up to `most` engines hold, means of some draws; a call's work is `work_s` on average."""
+    """What up to `most` engines hold, means of some draws; a call's work is `work_s` on average.
+    Calls that cannot keep their bounds are load, unless none can."""
+    alone = trial.kept_alone()
+    if alone.any():
+        trial = replace(trial, judged=alone)
     draws = [replace(trial, seed=trial.seed + number) for number in range(NUM_DRAWS)]
     sizes = [size for size in SIZES if size <= max(most, 1)]
-    return FleetCapacity({
-        size: work_s * fmean(each.rate_per_s(size) for each in draws) for size in sizes
-    })
+    works = {size: work_s * fmean(each.rate_per_s(size) for each in draws) for size in sizes}
+    return FleetCapacity(works, 1 - float(alone.mean()))

@@ -186,7 +186,11 @@ def minutes_to_cheap_time(day: FloatArray | None, work_s: float, left_s: float) 
 
 
 FILLED = 0.85
-"""Minutes in which calls fill less of what is believed tell nothing of it."""
+"""Minutes in which calls fill less of what is believed tell that it is too much at most: where late
+calls are `CLEARLY` too many."""
+CLEARLY = -1.0
+LEAST_LATE = 5.0
+"""Minutes are judged together until so many calls may have been late: fewer may be by chance."""
 STEP, MOST_DOWN = 0.002, 10.0
 LEAST_CORRECTION, MOST_CORRECTION = 0.6, 1.3
 
@@ -194,17 +198,28 @@ LEAST_CORRECTION, MOST_CORRECTION = 0.6, 1.3
 @dataclass(slots=True)
 class CapacityCorrection:
     """What engines are believed to hold is multiplied by this: it falls while too many calls are
-    late where they are filled, and rises while fewer are than may be."""
+    late, and rises while fewer are than may be where they are filled."""
 
     may_miss: float = 0.01
     factor: float = 1.0
+    _minutes: int = 0
+    _filled: float = 0.0
+    _calls: float = 0.0
+    _late: float = 0.0
 
-    def learn(self, filled: float, missed: float) -> None:
-        """In a minute calls filled such a share of what is believed, and such a share was late."""
-        room = max(1 - missed / self.may_miss, -MOST_DOWN)
-        if room < 0 or filled >= FILLED:
-            factor = self.factor * math.exp(STEP * room)
+    def learn(self, filled: float, num_calls: float, num_late: float) -> None:
+        """In a minute calls filled such a share of what is believed, and so many were late."""
+        self._minutes += 1
+        self._filled += filled
+        self._calls += num_calls
+        self._late += num_late
+        if self._calls * self.may_miss < LEAST_LATE:
+            return
+        room = max(1 - self._late / self._calls / self.may_miss, -MOST_DOWN)
+        if room <= CLEARLY or self._filled / self._minutes >= FILLED:
+            factor = self.factor * math.exp(STEP * room * self._minutes)
             self.factor = min(max(factor, LEAST_CORRECTION), MOST_CORRECTION)
+        self._minutes, self._filled, self._calls, self._late = 0, 0.0, 0.0, 0.0
 
 
 class JobNeed(NamedTuple):

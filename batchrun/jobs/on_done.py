@@ -162,8 +162,12 @@ class Messenger:
         key, done_key = ENDED_PREFIX + record.id, TOLD_PREFIX + record.id
         removed, added = ([key], done_key) if now.next_at is None else ([], key)
         self.tellings[record.id] = now.view()
-        with suppress(StoreError):
-            await asyncio.to_thread(jobs.replace_settings, self.store, removed, {added: now.view()})
+        # Until that is written the job stays busy: the next try would come at once.
+        work = partial(jobs.replace_settings, self.store, removed, {added: now.view()})
+        while True:
+            with suppress(StoreError):
+                return await asyncio.to_thread(work)
+            await asyncio.sleep(POLL_S)
 
     async def _send(self, record: JobRecord, on_done: OnDone) -> str:
         """What the target said to it. Raises BatchrunError where it did not take it."""

@@ -1,6 +1,7 @@
 """A pin: what the input files were at submit, by hashes of blocks, so that a change is noticed.
 
-Inputs in object storage are fetched when a job is submitted, and kept while it needs them.
+Inputs in object storage are fetched when a job is submitted, and kept while it needs them; a copy
+that is lost is fetched again.
 """
 
 from __future__ import annotations
@@ -78,7 +79,23 @@ def verify_pin(pin: InputPin, *, links: Path | None = None) -> None:
     (the folder given to `keep_input`) a kept link stands in for a replaced file.
     """
     for file in pin.files:
-        _verify(file, pinned_path(file, links))
+        path = pinned_path(file, links)
+        if not _looks_unchanged(path, file):
+            _verify(file, path)
+
+
+def fetch_missing(pin: InputPin, links: Path) -> None:
+    """Fetch the objects of which `links` has no copy: another daemon made it, or it was lost.
+
+    Raises DataError where one is gone or not what it was at submit, StorageError and StoreError.
+    """
+    for file in pin.files:
+        link = links / link_name(file)
+        if is_url(file.path) and not link.exists():
+            with scratch_folder(links) as scratch:
+                objects.fetch(file.path, scratch / "copy")
+                _verify(file, scratch / "copy")
+                _move(scratch / "copy", link)
 
 
 def pinned_path(file: PinnedFile, links: Path | None) -> Path:
@@ -87,15 +104,16 @@ def pinned_path(file: PinnedFile, links: Path | None) -> Path:
     path = Path(file.path)
     if links is None or (not is_url(file.path) and _looks_unchanged(path, file)):
         return path
-    link = links / link_name(file)
-    return link if link.exists() else path
+    return next((links / name for name in link_names(file) if (links / name).exists()), path)
+
+
+def link_names(file: PinnedFile) -> tuple[str, str]:
+    """What the link to a pinned file is called, and what older batchruns call it."""
+    return link_name(file), f"{file.block_hashes[-1]}-{Path(file.path).name}"
 
 
 def link_name(file: PinnedFile) -> str:
-    """What the link to a pinned file is called. A copy of an object is the only one of its bytes,
-    so its name stands for all of them."""
-    if not is_url(file.path):
-        return f"{file.block_hashes[-1]}-{Path(file.path).name}"
+    """What the link to a pinned file is called, which stands for all of its bytes."""
     digest = xxhash.xxh3_128_hexdigest("".join(file.block_hashes).encode())
     return f"{digest}-{name_of(file.path)}"
 
@@ -109,17 +127,10 @@ def _looks_unchanged(path: Path, file: PinnedFile) -> bool:
 
 
 def _verify(file: PinnedFile, path: Path) -> None:
-    if _looks_unchanged(path, file):
-        return
     try:
         size_bytes = path.stat().st_size
         now = hash_blocks(path, file.block_ends)
     except OSError as failure:
-        if is_url(file.path):
-            raise DataError(
-                f"{file.path}: the copy that was made of it at submission is gone; fetch it again "
-                "with `batchrun resume JOB --accept-input`"
-            ) from None
         raise DataError(
             f"{file.path}: the pinned input cannot be read any more: {failure.strerror}"
         ) from None
@@ -190,9 +201,15 @@ def keep_input(pin: InputPin, origins: Origins, links: Path) -> InputPin:
 
 
 def _link(file: PinnedFile, links: Path) -> None:
+    link = links / link_name(file)
+    try:
+        if link.exists():
+            _verify(file, link)
+    except DataError:
+        link.unlink(missing_ok=True)  # It was written to.
     try:
         # A link to a symbolic link would follow it to another file one day.
-        os.link(os.path.realpath(file.path), links / link_name(file))
+        os.link(os.path.realpath(file.path), link)
     except FileNotFoundError as failure:
         # Deleted this very moment: nothing would be left of it.
         raise DataError(f"{file.path}: cannot be read: {failure.strerror}") from failure

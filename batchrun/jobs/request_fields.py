@@ -71,6 +71,7 @@ _RANGES = {
     "presence_penalty": (-2.0, 2.0),
     "repetition_penalty": (0.0, math.inf),
 }
+BEAM_SEARCH = "is not possible: vLLM asks for each of its tokens anew, as calls before all others"
 CLIENT_ARGUMENTS = frozenset({"extra_body", "extra_headers", "extra_query", "timeout"})
 FORMATS = ("text", "json_object", "json_schema", "structural_tag")
 

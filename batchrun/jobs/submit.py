@@ -31,7 +31,14 @@ from batchrun.jobs.inputs.input_data import (
     open_pinned,
 )
 from batchrun.jobs.job_file import CONTENT_KEYS
-from batchrun.jobs.pin import InputPin, Origins, fetched_input, keep_input, verify_pin
+from batchrun.jobs.pin import (
+    InputPin,
+    Origins,
+    fetch_missing,
+    fetched_input,
+    keep_input,
+    verify_pin,
+)
 from batchrun.jobs.prompts.template import RequestTemplate, RowRenderError
 from batchrun.jobs.prompts.tokens import PLAIN_PROMPTS, PromptReader, TokenRatio, sample_rows
 from batchrun.jobs.results.output_parts import foreign_file, holds_input
@@ -122,6 +129,8 @@ def _checked(
     check_uses_columns(spec, template, data.columns)
     _check_first_rows(data, template)
     check_ids(data, progress=progress)
+    if data.id_column is None:
+        data.check_lines(progress)
     return template, data.pin(progress)
 
 
@@ -188,8 +197,10 @@ def _check_output_place(spec: JobSpec) -> None:
 
 
 def open_submitted(record: JobRecord, spec: JobSpec, *, links: Path) -> InputData:
-    """The input as it was at submission. Raises DataError naming the file that changed."""
+    """The input as it was at submission. Raises DataError naming the file that changed, and what
+    `fetch_missing` raises."""
     pin = InputPin.model_validate_json(record.pin)
+    fetch_missing(pin, links)
     verify_pin(pin, links=links)
     data = open_pinned(spec.input, pin, links=links)
     if data.num_rows != record.num_rows:

@@ -153,14 +153,17 @@ class JobTurns:
         """What becomes of a job's deadline; None without one, or before there is a forecast."""
         return self._deadlines.outlook(job_id)
 
-    def completions(self) -> dict[str, Completion]:
-        """When the running jobs will be done; empty while the pace is not known."""
-        works = self._works()
+    def completions(self, waiting: AbstractSet[str] = frozenset()) -> dict[str, Completion]:
+        """When the running jobs will be done, but for those that wait for another time of day;
+        empty while the pace is not known."""
+        works = self._works(waiting)
         return self._capacity.completions.predict(works, self._claims, self._last_rows())
 
-    def predict(self, weight: float, work_tokens: int) -> Completion | None:
+    def predict(
+        self, weight: float, work_tokens: int, waiting: AbstractSet[str] = frozenset()
+    ) -> Completion | None:
         """When a job would be done that joined now; None while the pace is not known."""
-        works = self._works() | {NEW_JOB: JobWork(weight, work_tokens, DOUBT)}
+        works = self._works(waiting) | {NEW_JOB: JobWork(weight, work_tokens, DOUBT)}
         return self._capacity.completions.predict(works, self._claims, {}).get(NEW_JOB)
 
     def take_news(self) -> list[Outlook]:
@@ -186,12 +189,13 @@ class JobTurns:
             job_id: Claim(share, works[job_id].tokens) for job_id, share in self._claims.items()
         })
 
-    def _works(self) -> dict[str, JobWork]:
+    def _works(self, waiting: AbstractSet[str] = frozenset()) -> dict[str, JobWork]:
         return {
             job_id: JobWork(
                 account.weight, account.work.tokens, account.work.doubt, account.tenant.owner
             )
             for job_id, account in self._shares.accounts.items()
+            if job_id not in waiting
         }
 
     def _last_rows(self) -> dict[str, LastRows]:

@@ -145,32 +145,35 @@ class JobAccount:
 
 @dataclass(slots=True)
 class Peers:
-    """Tenants, or the jobs of one: the level of the least served that was awake, and the least of
-    those that could have a turn."""
+    """Tenants, or the jobs of one: by engine, the level of the least served that was awake and
+    eligible, and the least of those that could have a turn."""
 
-    level: float = 0.0
+    levels: dict[int, float] = field(default_factory=dict)
     least_level: float = 0.0
 
-    def wake(self, members: Iterable[tuple[Tenant | JobAccount, bool, bool]]) -> None:
+    def wake(self, members: Iterable[tuple[Tenant | JobAccount, bool, bool]], engine: int) -> None:
         """Each with whether it is ready and whether it is eligible. Who was not ready before
-        starts at the level of the least served."""
-        lowest = float("inf")
-        waking: list[Tenant | JobAccount] = []
-        eligible: list[Tenant | JobAccount] = []
+        starts at the level of the least served of those that `engine` could serve: who waits for
+        an engine of another model says nothing of what is fair here."""
+        awake, waking = list[float](), list[Tenant | JobAccount]()
         for member, is_ready, is_eligible in members:
             if not is_ready:
                 member.is_awake = False
-            elif not member.is_awake:
+            elif is_eligible and member.is_awake:
+                awake.append(member.level)
+            elif is_eligible:
                 waking.append(member)
-            elif member.level < lowest:
-                lowest = member.level
-            if is_eligible:
-                eligible.append(member)
-        if lowest < float("inf"):
-            self.level = lowest
+        level = min(awake) if awake else self.levels.get(engine, self.level)
+        self.levels[engine] = level
         for member in waking:
-            member.wake_at(self.level)
-        self.least_level = min((member.level for member in eligible), default=self.level)
+            member.wake_at(level)
+            awake.append(member.level)
+        self.least_level = min(awake, default=level)
+
+    @property
+    def level(self) -> float:
+        """Where a member starts on an engine that served none so far."""
+        return max(self.levels.values(), default=0.0)
 
 
 class JobShares:
@@ -178,8 +181,8 @@ class JobShares:
 
     `ready` is always the set of jobs that have a row to hand out now. A job that was not in it the
     last time, because it is new, was paused or waited, starts at the level of the least served of
-    its tenant's, and so do tenants. Each engine has a turn of its own; `eligible` are the ready
-    jobs with a row for it.
+    its tenant's on the same engine, and so do tenants. Each engine has a turn of its own;
+    `eligible` are the ready jobs with a row for it.
     """
 
     def __init__(self, quantum_tokens: int = QUANTUM_TOKENS) -> None:
@@ -215,7 +218,7 @@ class JobShares:
         """The eligible job in the middle of its turn, or None where a turn has to begin. All ready
         jobs are eligible unless it is said."""
         eligible = ready if eligible is None else eligible
-        self._peers.wake(self._wake_jobs(ready, eligible))
+        self._peers.wake(self._wake_jobs(ready, eligible, engine), engine)
         turn = self._turns.get(engine)
         if turn is None or turn not in eligible:
             return None
@@ -313,12 +316,12 @@ class JobShares:
         assert jobs == self.accounts
 
     def _wake_jobs(
-        self, ready: AbstractSet[str], eligible: AbstractSet[str]
+        self, ready: AbstractSet[str], eligible: AbstractSet[str], engine: int
     ) -> Iterator[tuple[Tenant, bool, bool]]:
         """Each tenant, once its jobs are awake: whether it has one that is ready, and eligible."""
         for tenant in self._tenants.values():
             members = [(job, key in ready, key in eligible) for key, job in tenant.jobs.items()]
-            tenant.peers.wake(members)
+            tenant.peers.wake(members, engine)
             yield tenant, any(each[1] for each in members), any(each[2] for each in members)
 
     def _is_near(self, tenant: Tenant) -> bool:
@@ -327,7 +330,7 @@ class JobShares:
 
     def _forget_tenants(self) -> None:
         """Those without jobs, once they are ahead of nobody."""
-        level = self._peers.level
+        level = min(self._peers.levels.values(), default=0.0)
         gone = [owner for owner, t in self._tenants.items() if not t.jobs and t.level <= level]
         for owner in gone:
             del self._tenants[owner]

@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import polars as pl
 from pydantic import BaseModel, JsonValue, ValidationError
 
-from batchrun.config import load_home
+from batchrun.config import TINY_MODELS, load_home
 from batchrun.control.client import DaemonClient
 from batchrun.control.following import check_end, watch
 from batchrun.control.lending import deployment_up, in_turn
@@ -42,7 +42,7 @@ from batchrun.jobs.submit import check_uses_columns
 from batchrun.python.frames import NAME_CHARS, Frame, kept_rows
 from batchrun.python.schemas import parsed, response_format
 from batchrun.store.jobs import NewJob
-from batchrun.types import JobState
+from batchrun.types import DEFAULT_MODEL, JobState
 
 Template = str | Sequence[Mapping[str, Any]]
 """The user's message of every row, or all messages; Jinja2 over the row's columns."""
@@ -94,14 +94,15 @@ class Question:
             if "response_format" in request:
                 raise InputError("give schema or response_format, not both")
             request["response_format"] = response_format(self.schema)
+        model = served(self.model)
         values = {
             "name": "map",
-            "model": _model_name(self.model),
+            "model": model.name,
             "input": {"path": [str(rows)], "format": "parquet", "messages": messages},
             "request": request,
         }
         values = json.loads(json.dumps(values, default=_plain))
-        digest = _digest(values)
+        digest = _digest(values, model.place)
         output = {"path": str(folder / f"{digest}.answers.parquet")}
         try:
             return JobSpec.model_validate({**values, "name": f"map {digest}", "output": output})
@@ -125,9 +126,10 @@ class Question:
         )
 
 
-def _digest(values: Mapping[str, Any]) -> str:
-    """Names a question. The order within fields of the request counts where it is not sorted."""
-    text = json.dumps(values, sort_keys=True)
+def _digest(values: Mapping[str, Any], place: str | None) -> str:
+    """Names a question. The order within fields of the request counts where it is not sorted, and
+    so does what the model's name stands for."""
+    text = json.dumps(values, sort_keys=True) + (place or "")
     fields = told_fields(values["request"])
     if fields != json.dumps(values["request"], sort_keys=True, separators=(",", ":")):
         text += fields
@@ -142,20 +144,42 @@ def _plain(value: object) -> JsonValue:
     raise InputError(f"a request cannot hold a {type(value).__name__}: {value!r:.80}")
 
 
-def _model_name(model: str | None) -> str:
-    """The id under which engines serve it: a folder's own name."""
+class Served(NamedTuple):
+    """The id by which a question names a model, what that stands for where it is something else,
+    and what a deployment that is started needs to be told to serve it."""
+
+    name: str
+    place: str | None
+    flags: tuple[str, ...] = ()
+
+
+def served(model: str | None) -> Served:
+    """A model as the deployment of batchrun.yaml serves it, or would; None: its default."""
+    deployment = read_deployment(None)
+    places: dict[str, str] = {}
+    for config in (each for each in deployment.engines if each.is_vllm):
+        own = deployment.for_engine(config)
+        for known, where in ((own.model_name, own.model), *deployment.adapters_of(config).items()):
+            places.setdefault(known, _place(where))
     if model is None:
-        return "default"
+        first = deployment.first_model_of(deployment.engines[0])
+        place = places.get(first or "")
+        return Served(DEFAULT_MODEL, None if place == first else place)
+    names = [model, *(name for name, where in places.items() if where == _place(model))]
+    name = next((each for each in names if each in places), None)
+    place = _place(model) if name is None else places[name]
+    flags: tuple[str, ...] = ()
+    if name is None and places:
+        name, flags = read_deployment(None, model=place).model_name, ("--model", place)
+    elif name is None:
+        name = Path(place).name if Path(place).is_absolute() else place
+    return Served(name, None if place == name else place, flags)
+
+
+def _place(model: str) -> str:
+    """A model's folder by its one path, a hub id as it is."""
     folder = Path(model).expanduser()
-    return folder.resolve().name if folder.is_dir() else model
-
-
-def _flags(model: str | None) -> list[str]:
-    """What a deployment that is started needs to be told to serve this model."""
-    if model is None or read_deployment(None).model_name == _model_name(model):
-        return []
-    managed = any(engine.is_vllm for engine in read_deployment(None).engines)
-    return ["--model", model] if managed else []
+    return str(folder.resolve()) if folder.is_dir() and model not in TINY_MODELS else model
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,16 +193,16 @@ class Asked:
 
     def found(self) -> str | None:
         """The id of the job that has answered all of it already."""
-        same = self._same()
-        return same.record.id if same is not None and same.is_whole else None
+        answers = self._answers
+        same = find_same(self.job, self.home, lambda each: each.is_whole and answers(each))
+        return None if same is None else same.record.id
 
-    def _same(self) -> SameJob | None:
-        """The newest job of this very question; None where another model answered it."""
-        same = find_same(self.job, self.home)
-        if same is None or self.question.model is not None:
-            return same
-        answered, answers = answering_model(same.record.id, self.home), default_model(self.home)
-        return None if answered and answers and answered != answers else same
+    def _answers(self, same: SameJob) -> bool:
+        """Whether a job of this very question has no answer of another model."""
+        if self.question.model is not None:
+            return True
+        answered = answering_model(same.record.id, self.home)
+        return answered is None or default_model(self.home) in {None, answered}
 
     def begin(self, client: DaemonClient) -> str:
         """The id of the job that answers it: taken up where it was, or new. Of equal questions at
@@ -190,15 +214,17 @@ class Asked:
             return self._begin(client)
 
     def _begin(self, client: DaemonClient) -> str:
-        same = self._same()
+        same = find_same(self.job, self.home, self._answers)
         if same is not None and not same.record.state.is_terminal:
-            go_on(same.record, client)
+            go_on(same.record.id, client)
             return same.record.id
-        job = self.job
+        spec = JobSpec.model_validate_json(self.job.spec)
+        path = Path(spec.output.path).with_suffix(f".{self.job.id}.parquet")
+        output = spec.output.model_copy(update={"path": str(path)})
+        changes: dict[str, object] = {"output": output}
         if same is not None and same.may_continue:
-            spec = JobSpec.model_validate_json(job.spec)
-            continued = spec.model_copy(update={"continue_from": same.record.id})
-            job = replace(job, spec=continued.model_dump_json())
+            changes["continue_from"] = same.record.id
+        job = replace(self.job, spec=spec.model_copy(update=changes).model_dump_json())
         return hand_over(job, self.home)[0]
 
     def answers(self, job_id: str, errors: str) -> pl.DataFrame:
@@ -255,7 +281,7 @@ def deployment(
     model: str | None, home: Home, *, progress: bool
 ) -> AbstractContextManager[DaemonClient]:
     """The deployment that runs, or one started for as long as calls need it."""
-    flags = [] if DaemonClient(home).is_running() else _flags(model)
+    flags = () if DaemonClient(home).is_running() else served(model).flags
     return deployment_up(home, flags, is_shown=progress)
 
 
@@ -283,6 +309,7 @@ def _raise_first(faults: Sequence[str | None]) -> None:
 def _read_output(job_id: str, home: Home) -> pl.DataFrame:
     with stored_job(job_id, home) as (store, record):
         path = Path(JobSpec.model_validate_json(record.spec).output.path)
-        if not path.exists():
+        is_own = job_id in path.name
+        if not (is_own and path.exists()):
             export(store, record, links=home.inputs)
-    return pl.read_parquet(path, columns=["response", "finish_reason", "error"])
+    return pl.read_parquet(path, columns=["response", "finish_reason", "error"], glob=False)

@@ -11,8 +11,15 @@ from typing import Any, Self
 import polars as pl
 
 from batchrun.control.client import DaemonClient
-from batchrun.control.following import check_end, watch
-from batchrun.control.submitting import find_same, hand_over, prepare, stored_job, view_jobs
+from batchrun.control.following import check_end, is_over, watch
+from batchrun.control.submitting import (
+    find_same,
+    go_on,
+    hand_over,
+    prepare,
+    stored_job,
+    view_jobs,
+)
 from batchrun.errors import DaemonUnavailableError, StateError, UnknownJobError
 from batchrun.files import is_url
 from batchrun.home import Home
@@ -41,7 +48,8 @@ class Job:
         return dict(views[self.id])
 
     def wait(self, *, progress: bool = True, timeout_s: float | None = None) -> Self:
-        """Wait until it has completed; a deployment is started, and stopped again, if none runs.
+        """Wait until it has completed; one that is paused goes on. A deployment is started, and
+        stopped again, if none runs.
 
         Returns the job itself, also when `timeout_s` have passed. Raises JobFailedError where it
         paused, failed, was cancelled or expired.
@@ -50,13 +58,15 @@ class Job:
         if not JobState(view["state"]).is_terminal:
             until_s = None if timeout_s is None else time.monotonic() + timeout_s
             with deployment(None, self.home, progress=progress) as client:
+                if is_over(view):
+                    go_on(self.id, client)
                 view = watch(
                     client,
                     self.id,
                     is_shown=progress,
                     is_enough=lambda: until_s is not None and time.monotonic() > until_s,
                 )
-        if JobState(view["state"]).is_terminal or view["state"] == JobState.PAUSED:
+        if is_over(view):
             check_end(view)
         return self
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ import polars as pl
 from pydantic import BaseModel
 
 from batchrun.control.client import DaemonClient
+from batchrun.control.following import is_over, views
 from batchrun.control.submitting import stored_job
 from batchrun.errors import InputError, RowsFailedError, known_name
 from batchrun.jobs.results.output_file import error_text, response_text
@@ -33,11 +35,11 @@ from batchrun.python.asking import (
 from batchrun.python.frames import frame_of, frame_of_rows
 from batchrun.store import results
 from batchrun.store.results import StoredResult
-from batchrun.types import JobState
 
 Errors = Literal["column", "raise"]
 ERRORS: tuple[Errors, ...] = ("column", "raise")
-POLL_INTERVAL_S = 0.3
+LATE_COMMIT_S = 60.0
+"""A clock of the store may be so late, and a result so long on its way; the end shows all."""
 F = TypeVar("F")
 
 
@@ -107,17 +109,16 @@ async def stream(
         return
     async with _entered(deployment(model, place, progress=False)) as client:
         job_id = await asyncio.to_thread(asked.begin, client)
-        seen = np.zeros(0, dtype=np.int64)
-        is_over = False
-        while not is_over:
-            view = await asyncio.to_thread(client.get, f"/jobs/{job_id}")
-            state = JobState(view["state"])
-            is_over = state.is_terminal or state is JobState.PAUSED
-            seen, new = await asyncio.to_thread(_new_answers, asked, job_id, seen)
-            for number, answer in new:
+        is_seen = np.zeros(len(given), dtype=np.bool_)
+        seen_at_s, looks = 0.0, views(client, job_id)
+        while (view := await asyncio.to_thread(next, looks, None)) is not None:
+            since_s = 0.0 if is_over(view) else seen_at_s - LATE_COMMIT_S
+            seen_at_s, last = time.time(), view
+            for number, answer in await asyncio.to_thread(
+                _new_answers, asked, job_id, is_seen, since_s
+            ):
                 yield given[number] | _checked(number, answer, errors)
-            await asyncio.sleep(0 if is_over else POLL_INTERVAL_S)
-        check_whole(view)
+        check_whole(last)
 
 
 def _plain_rows(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -152,17 +153,18 @@ def _checked(number: int, answer: dict[str, Any], errors: str) -> dict[str, Any]
 
 
 def _new_answers(
-    asked: Asked, job_id: str, seen: np.typing.NDArray[np.int64]
-) -> tuple[np.typing.NDArray[np.int64], list[tuple[int, dict[str, Any]]]]:
-    """(all rows that have ended, those that were not `seen` with their answers)."""
+    asked: Asked, job_id: str, is_seen: np.typing.NDArray[np.bool_], since_s: float
+) -> list[tuple[int, dict[str, Any]]]:
+    """The rows, with their answers, that have ended since then and were not seen, and now are."""
     with stored_job(job_id, asked.home) as (store, record):
-        done = results.done_rows(store, record.seq)
-        new = np.setdiff1d(done, seen, assume_unique=True).tolist()
+        done = results.done_rows(store, record.seq, since_s)
+        new = done[~is_seen[done]].tolist()
+        is_seen[new] = True
         endpoint = JobSpec.model_validate_json(record.spec).endpoint
         found = list(_as_output(results.read_rows(store, record.seq, new), endpoint))
     output = pl.DataFrame(found, schema=OUTPUT, orient="row")
     table = asked.question.columns_of(output, "column")
-    return done, list(zip(new, table.iter_rows(named=True), strict=True))
+    return list(zip(new, table.iter_rows(named=True), strict=True))
 
 
 def _as_output(

@@ -8,6 +8,7 @@ import enum
 import json
 import types
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import polars as pl
@@ -130,7 +131,18 @@ def _fitted(value: Any, kind: pl.DataType | None) -> object:
         return None
     if kind is None:
         return json.dumps(_plain(value), ensure_ascii=False, default=str)
-    return _plain(value)
+    return _in_utc(_plain(value))
+
+
+def _in_utc(value: object) -> object:
+    """The value with each time of a zone as that of UTC, without one, as polars has it."""
+    if isinstance(value, datetime.datetime) and value.tzinfo is not None:
+        with suppress(OverflowError):
+            value = value.astimezone(datetime.UTC)
+        return value.replace(tzinfo=None)
+    if isinstance(value, dict):
+        return {name: _in_utc(item) for name, item in value.items()}
+    return [*map(_in_utc, value)] if isinstance(value, list) else value
 
 
 def _is_too_large(value: object) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from operator import attrgetter
 from typing import Protocol
 
 from batchrun.scheduling.draft import MIN_CHUNK_TOKENS, Draft
@@ -21,7 +20,6 @@ from batchrun.scheduling.worth import Victims
 
 RISK_SHARE = 0.5
 """A first token is at risk when more of its TTFT bound than this will have gone by."""
-_TTFT_BOUND = attrgetter("slo_ttft_s")
 ONLINE_MEMORY_S = 60.0
 """So long after the last online request an arrival is still expected at any moment."""
 
@@ -92,8 +90,13 @@ class ArrivalOrder:
         return fill_in_order(draft, prompts, limit_s, victims)
 
     def _ttft_bounds_of_late(self, view: EngineView) -> Collection[float]:
-        """The TTFT bounds of all online requests of the last minute: few, one for each class."""
-        bounds_s = {*map(_TTFT_BOUND, view.online_running), *map(_TTFT_BOUND, view.online_waiting)}
+        """The TTFT bounds of all online requests of the last minute: few, one for each class. Those
+        without one have what the view says."""
+        bounds_s = {
+            call.slo_ttft_s if call.has_class else math.inf
+            for calls in (view.online_running, view.online_waiting)
+            for call in calls
+        }
         for ttft_s in bounds_s:
             self._ttft_seen_at_s[ttft_s] = view.now_s
         self._ttft_seen_at_s = {

@@ -42,7 +42,7 @@ class RequestView:
     rows that the daemon of this `epoch` sends, `group` the job and the node of its key portion,
     `announced_followers` the rows of that node that stood behind it when it was sent (offline
     only). An offline request that `is_row` belongs to a job; others are calls. One that was never
-    preempted was so at 0.
+    preempted was so at 0. A call that `has_class` has bounds of its own.
     """
 
     request_id: str
@@ -68,6 +68,7 @@ class RequestView:
     num_output_tokens: int = 0
     first_token_at_s: float | None = None
     preempted_at_s: float = 0.0
+    has_class: bool = False
     handle: Any = field(default=None, repr=False)
 
     @property

@@ -39,13 +39,13 @@ def draw_all(folder: Path, slo: Slo, total_blocks: int) -> list[Path]:
 
     `total_blocks` is what all engines have together.
     """
-    requests = pl.scan_parquet(folder / "requests.parquet").filter("is_online").collect()
-    seconds = pl.read_parquet(folder / "seconds.parquet")
+    requests = pl.scan_parquet(folder / "requests.parquet", glob=False)
+    seconds = pl.read_parquet(folder / "seconds.parquet", glob=False)
     written: list[Path] = []
     with rc_context(STYLE):
         figures: dict[str, Figure | None] = {
             "02-tide": _tide(seconds),
-            "07-latencies": _latencies(requests, slo),
+            "07-latencies": _latencies(requests.filter("is_online").collect(), slo),
             "08-activity": activity(seconds),
             "09-hit-rate": _hit_rate(seconds),
             "10-memory": memory(seconds, total_blocks),

@@ -12,16 +12,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from sqlalchemy import Connection, Row, Select, func, insert, select, update
+from sqlalchemy import ColumnElement, Connection, Row, Select, func, insert, select, update
 
 from batchrun.errors import QuotaError, StateError
 from batchrun.store.database import Store
-from batchrun.store.files import NewFile, insert_file
+from batchrun.store.files import NewFile, insert_file, refuse_too_much, sum_stored_bytes
 from batchrun.store.jobs import (
     BATCH_PREFIX,
     OPEN,
     JobRecord,
     NewJob,
+    count_all,
     insert_job,
     move_job,
     read_job,
@@ -108,11 +109,13 @@ class BatchRecord:
 
 @dataclass(frozen=True, slots=True)
 class WantedBatch:
-    """A batch to be added with its job; its owner may have `max_open` that have not ended."""
+    """A batch to be added with its job; its owner may have `max_open` that have not ended, and
+    files of `max_stored_bytes`."""
 
     batch: NewBatch
     job: NewJob
     max_open: int | None = None
+    max_stored_bytes: int | None = None
 
 
 def create_all(
@@ -122,7 +125,7 @@ def create_all(
     they survive any crash.
 
     One that was added under the same `idempotency_hash` stands for a new one. A QuotaError stands
-    for one whose owner has as many as he may have.
+    for one whose owner has as much as he may have.
     """
     found: list[BatchRecord | QuotaError] = []
     with store.write() as connection:
@@ -141,6 +144,9 @@ def _create(connection: Connection, wanted: WantedBatch, now_s: float) -> BatchR
         found = connection.execute(_query().where(same)).first()
         if found is not None:
             return _record(found)
+    if wanted.max_stored_bytes is not None:
+        stored_bytes = sum_stored_bytes(connection, batch.owner, now_s)
+        refuse_too_much(stored_bytes, 0, wanted.max_stored_bytes)
     if max_open is not None and len(_open_ones(connection, batch.owner)) >= max_open:
         raise QuotaError(f"this API key may have {max_open} at once; wait until a batch has ended")
     seq = insert_job(connection, wanted.job, now_s=now_s).seq
@@ -201,6 +207,7 @@ def finish(store: Store, ending: JobRecord, found: ResultFiles, *, now_s: float)
     Raises StateError when the job has come to end otherwise since it was `ending`.
     """
     assert ending.ends_as is not None
+    counted = count_all(store, ending.id)
     with store.write() as connection:
         now = read_job(connection, ending.id)
         if (now.state, now.ends_as) != (ending.state, ending.ends_as):
@@ -208,7 +215,8 @@ def finish(store: Store, ending: JobRecord, found: ResultFiles, *, now_s: float)
         for file in (found.output, found.error):
             if file is not None:
                 insert_file(connection, file, now_s=now_s)
-        move_job(connection, ending.id, (now.state,), ending.ends_as, finished_at=now_s)
+        allowed = (now.state,)
+        move_job(connection, ending.id, allowed, ending.ends_as, counted, finished_at=now_s)
         connection.execute(
             update(batches)
             .where(batches.c.job_seq == ending.seq)
@@ -228,6 +236,24 @@ def find(store: Store, batch_id: str, *, scope: str | None = None) -> BatchRecor
     with store.read() as connection:
         row = connection.execute(_within(scope).where(jobs.c.id == batch_id)).first()
     return None if row is None else _record(row)
+
+
+def is_input(store: Store, file_id: str) -> bool:
+    """Whether a batch that has not ended has this file for its input."""
+    return _has_batch(store, file_id, jobs.c.state.in_(OPEN))
+
+
+def needs_kept_input(store: Store, batch: BatchRecord) -> bool:
+    """Whether a batch that has started, or another that may, has the input of this one."""
+    may_start = jobs.c.state.in_(OPEN) & (jobs.c.id != batch.job.id)
+    return _has_batch(store, batch.input_file_id, may_start | (jobs.c.num_rows > 0))
+
+
+def _has_batch(store: Store, file_id: str, such: ColumnElement[bool]) -> bool:
+    query = select(batches.c.job_seq).join(jobs, batches.c.job_seq == jobs.c.seq)
+    with store.read() as connection:
+        found = connection.execute(query.where(batches.c.input_file_id == file_id, such))
+        return found.first() is not None
 
 
 def list_page(

@@ -78,7 +78,7 @@ def add(
     """
     with store.write() as connection:
         if max_stored_bytes is not None:
-            stored_bytes = _stored_bytes(connection, file.owner, now_s)
+            stored_bytes = sum_stored_bytes(connection, file.owner, now_s)
             refuse_too_much(stored_bytes, file.size_bytes, max_stored_bytes)
         return insert_file(connection, file, now_s=now_s)
 
@@ -95,7 +95,7 @@ def refuse_too_much(stored_bytes: int, more_bytes: int, max_stored_bytes: int) -
 def stored_bytes(store: Store, owner: str | None, *, now_s: float) -> int:
     """What the files of an owner hold together."""
     with store.read() as connection:
-        return _stored_bytes(connection, owner, now_s)
+        return sum_stored_bytes(connection, owner, now_s)
 
 
 def stored_by_owner(store: Store, *, now_s: float) -> dict[str, int]:
@@ -107,7 +107,8 @@ def stored_by_owner(store: Store, *, now_s: float) -> dict[str, int]:
         return {owner: int(num_bytes) for owner, num_bytes in found}
 
 
-def _stored_bytes(connection: Connection, owner: str | None, now_s: float) -> int:
+def sum_stored_bytes(connection: Connection, owner: str | None, now_s: float) -> int:
+    """As `stored_bytes`, within a transaction."""
     total = select(func.coalesce(func.sum(files.c.size_bytes), 0))
     found = connection.execute(total.where(files.c.owner == owner, _is_alive(now_s)))
     return int(found.scalar_one())

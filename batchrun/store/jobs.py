@@ -58,6 +58,32 @@ def count_results(connection: Connection, job_seq: int) -> Counts:
     return Counts(*connection.execute(query.where(results.c.job_seq == job_seq)).one())
 
 
+def count_cut_results(connection: Connection, job_seq: int) -> int:
+    """How many of a job's answers ended at the most tokens that they might have."""
+    query = select(func.count()).where(results.c.job_seq == job_seq, results.c.ok == 1)
+    return connection.execute(query.where(results.c.finish_reason == CUT_REASON)).scalar_one()
+
+
+FinalCounts = tuple[Counts, int]
+"""What the results of a job add up to at its end, and how many answers were cut."""
+
+
+def count_all(store: Store, job_id: str) -> FinalCounts:
+    """For the transaction that ends a job: counting millions of rows would keep others waiting."""
+    with store.read() as connection:
+        return _recount(connection, read_job(connection, job_id), None)
+
+
+def _recount(connection: Connection, job: JobRecord, known: FinalCounts | None) -> FinalCounts:
+    """What is known, unless results have come since: none ever changes."""
+    if known is not None:
+        num_done = known[0].num_done
+        query = select(func.count()).where(results.c.job_seq == job.seq)
+        if num_done == job.num_rows or num_done == connection.execute(query).scalar_one():
+            return known
+    return count_results(connection, job.seq), count_cut_results(connection, job.seq)
+
+
 def kept_counts(connection: Connection, job_seq: int) -> Counts | None:
     """What a job kept when it ended, or None while it has not."""
     query = select(*(jobs.c[name] for name in COUNT_NAMES)).where(jobs.c.seq == job_seq)
@@ -81,6 +107,11 @@ ID_LENGTH = 10
 LEADER_SETTING, LEADER_GATEWAY_SETTING = "leader", "leader gateway"
 ENDED_PREFIX = "ended:"
 """With it and a job's id begins the key of the setting that stands until its end was told."""
+CUT_PREFIX, RESUMED_PREFIX, ACCEPTED_PREFIX = "num_cut:", "resumed:", "accepted:"
+"""And of those of how many of its answers were cut, once it has ended; and of the instants when it
+was last resumed, and when another input was last accepted for it."""
+CUT_REASON = "length"
+"""What engines say of an answer that ended at `max_tokens`."""
 BATCH_PREFIX = "batch_"
 """With it begin the ids of the jobs that came as batches of OpenAI's API, and no other."""
 
@@ -175,16 +206,23 @@ def insert_job(connection: Connection, job: NewJob, *, now_s: float) -> JobRecor
 
 
 def move_job(
-    connection: Connection, job_id: str, allowed: Sequence[JobState], to: JobState, **values: object
+    connection: Connection,
+    job_id: str,
+    allowed: Sequence[JobState],
+    to: JobState,
+    counted: FinalCounts | None = None,
+    /,
+    **values: object,
 ) -> JobRecord:
     """Move a job that is in one of the states `allowed`, and set columns with it.
 
-    A job that ends keeps its counts from then on, and a setting says that its end is to be told.
-    A long `reason` is cut.
+    A job that ends keeps its counts from then on, `counted` unless results have come since, and a
+    setting says that its end is to be told. A long `reason` is cut.
     Raises UnknownJobError and StateError.
     """
     if to.is_terminal:
-        values |= asdict(count_results(connection, read_job(connection, job_id).seq))
+        counted = _recount(connection, read_job(connection, job_id), counted)
+        values |= asdict(counted[0])
     if isinstance(reason := values.get("reason"), str):
         values["reason"] = shortened(reason, MAX_MESSAGE_CHARS)
     changed = connection.execute(
@@ -198,8 +236,9 @@ def move_job(
         raise StateError(
             f"{job_id} is {record.state} and cannot become {to} (possible while: {needed})"
         )
-    if to.is_terminal:
-        upsert(connection, settings, {"key": ENDED_PREFIX + job_id}, {"value": "{}"})
+    if counted is not None:
+        for prefix, value in ((ENDED_PREFIX, "{}"), (CUT_PREFIX, str(counted[1]))):
+            upsert(connection, settings, {"key": prefix + job_id}, {"value": value})
     return record
 
 
@@ -238,7 +277,7 @@ def pause(store: Store, job_id: str, reason: str) -> JobRecord:
     return _move(store, job_id, allowed, JobState.PAUSED, reason=reason, ends_as=None)
 
 
-def resume(store: Store, job_id: str, *, pin: str | None = None) -> JobRecord:
+def resume(store: Store, job_id: str, *, now_s: float, pin: str | None = None) -> JobRecord:
     """paused -> running, or back to validating when the job never started.
 
     `pin` replaces the job's, where its input changed and is accepted as it is now.
@@ -247,6 +286,8 @@ def resume(store: Store, job_id: str, *, pin: str | None = None) -> JobRecord:
         started = read_job(connection, job_id).started_at is not None
         target = JobState.RUNNING if started else JobState.VALIDATING
         accepted = {} if pin is None else {"pin": pin}
+        for prefix in [RESUMED_PREFIX, ACCEPTED_PREFIX][: 1 + len(accepted)]:
+            upsert(connection, settings, {"key": prefix + job_id}, {"value": json.dumps(now_s)})
         return move_job(connection, job_id, (JobState.PAUSED,), target, reason=None, **accepted)
 
 
@@ -280,6 +321,7 @@ def finish(
 
     `reason` says why it is not, where a cancelled job's input is gone, and why a job failed.
     """
+    counted = count_all(store, job_id)
     with store.write() as connection:
         now = read_job(connection, job_id)
         ends_as = now.ends_as
@@ -290,7 +332,8 @@ def finish(
             getattr(now, name) != getattr(exported, name) for name in ("state", "ends_as", "pin")
         ):
             raise StateError(f"{job_id}: went on while its output was written")
-        return move_job(connection, job_id, allowed, ends_as, finished_at=now_s, reason=reason)
+        ended = {"finished_at": now_s, "reason": reason}
+        return move_job(connection, job_id, allowed, ends_as, counted, **ended)
 
 
 def note_output(store: Store, job_id: str) -> None:
@@ -367,13 +410,12 @@ def list_some(store: Store, seqs: Sequence[int]) -> list[JobRecord]:
         return [record_of(row) for row in connection.execute(query)] if seqs else []
 
 
-def find_newest(store: Store, content_hash: str) -> JobRecord | None:
-    """The newest job of this content, one that has not ended before those that have; or None."""
+def list_alike(store: Store, content_hash: str) -> list[JobRecord]:
+    """The jobs of this content, the newest first, those that have not ended before the others."""
     query = select(jobs).where(jobs.c.content_hash == content_hash)
-    newest = query.order_by(jobs.c.state.in_(ENDED), jobs.c.seq.desc()).limit(1)
+    query = query.order_by(jobs.c.state.in_(ENDED), jobs.c.seq.desc())
     with store.read() as connection:
-        row = connection.execute(newest).first()
-    return None if row is None else record_of(row)
+        return [record_of(row) for row in connection.execute(query)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,8 +76,9 @@ def session_engine(url: URL) -> Engine:
 
 
 def name_of(url: URL) -> str:
-    """What messages call a database: its host and its own name."""
-    return f"{url.host or url.query.get('host', 'localhost')}/{url.database}"
+    """What messages call a database: its host, its port where that is not 5432, its own name."""
+    host, port = url.host or url.query.get("host", "localhost"), url.port or url.query.get("port")
+    return f"{host}{'' if port in {None, 5432, '5432'} else f':{port}'}/{url.database}"
 
 
 def as_store_error(error: BaseException | None, url: URL) -> StoreError:

@@ -19,7 +19,17 @@ from sqlalchemy import Connection, Row, func, select
 from batchrun.errors import StateError
 from batchrun.failpoints import failpoint
 from batchrun.store.database import Store, insert_new, upsert
-from batchrun.store.jobs import ENDED, LEAVING, Counts, count_results, kept_counts
+from batchrun.store.jobs import (
+    CUT_PREFIX,
+    ENDED,
+    LEAVING,
+    Counts,
+    JobRecord,
+    count_cut_results,
+    count_results,
+    kept_counts,
+    read_setting,
+)
 from batchrun.store.schema import SAME_ROW, attempts, bodies, jobs, results, suspects
 from batchrun.types import Outcome, OutcomeKind, RowError, Usage
 
@@ -31,8 +41,6 @@ KEYS_PER_READ = 500
 MAX_BODY_BYTES = 1 << 30
 MAX_TOKENS = (1 << 31) - 1
 MAX_REASON_CHARS = 32
-CUT_REASON = "length"
-"""What engines say of an answer that ended at `max_tokens`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +88,10 @@ def commit(
         return num_new
 
 
-def done_rows(store: Store, job_seq: int) -> npt.NDArray[np.int64]:
-    """The rows of a job that have a result, ascending."""
-    query = select(results.c.row).where(results.c.job_seq == job_seq).order_by(results.c.row)
+def done_rows(store: Store, job_seq: int, since_s: float = 0.0) -> npt.NDArray[np.int64]:
+    """The rows of a job that have a result, committed from an instant on, ascending."""
+    is_wanted = (results.c.job_seq == job_seq) & (results.c.committed_at >= since_s)
+    query = select(results.c.row).where(is_wanted).order_by(results.c.row)
     query = query.execution_options(yield_per=ROWS_PER_FETCH)
     with store.read() as connection, connection.execute(query) as found:
         return np.fromiter(found.scalars(), dtype=np.int64)
@@ -94,13 +103,20 @@ def count(store: Store, job_seq: int) -> Counts:
         return kept_counts(connection, job_seq) or count_results(connection, job_seq)
 
 
-def count_cut(store: Store, job_seq: int) -> int:
+def count_cut(store: Store, record: JobRecord) -> int:
     """How many answers of a job ended at the most tokens that they might have."""
-    query = select(func.count()).select_from(results)
-    query = query.where(results.c.job_seq == job_seq, results.c.ok == 1)
+    kept = read_setting(store, CUT_PREFIX + record.id, None)
+    if isinstance(kept, int):
+        return kept
     with store.read() as connection:
-        found = connection.execute(query.where(results.c.finish_reason == CUT_REASON)).scalar()
-    return int(found or 0)
+        return count_cut_results(connection, record.seq)
+
+
+def count_failed(store: Store, job_seq: int, since_s: float) -> int:
+    """How many rows of a job have failed since an instant."""
+    query = select(func.count()).where(results.c.job_seq == job_seq, results.c.ok == 0)
+    with store.read() as connection:
+        return connection.execute(query.where(results.c.committed_at >= since_s)).scalar_one()
 
 
 def answer_tokens(store: Store, job_seq: int, rows: Sequence[int]) -> list[int]:
@@ -126,9 +142,14 @@ def latest_answer_tokens(store: Store, job_seq: int, most: int) -> list[int]:
 
 
 def read(
-    store: Store, job_seq: int, *, failed_only: bool = False, limit: int | None = None
+    store: Store,
+    job_seq: int,
+    *,
+    failed_only: bool = False,
+    limit: int | None = None,
+    since_s: float = 0.0,
 ) -> Iterator[StoredResult]:
-    """Results of a job in row order, read in bounded pieces.
+    """Results of a job, those committed since `since_s`, in row order, read in bounded pieces.
 
     Raises StateError when they were removed.
     """
@@ -137,7 +158,7 @@ def read(
     after, left = -1, limit
     while left is None or left > 0:
         size = ROWS_PER_READ if left is None else min(ROWS_PER_READ, left)
-        page = _page(store, job_seq, after, size, failed_only=failed_only)
+        page = _page(store, job_seq, after, size, since_s, failed_only=failed_only)
         # Of those of the page some may have been removed, and those to come.
         refuse_removed(store, job_seq)
         if not page:
@@ -264,10 +285,12 @@ def _stored(entry: Row[Any], decompressor: zstandard.ZstdDecompressor) -> Stored
 
 
 def _page(
-    store: Store, job_seq: int, after: int, size: int, *, failed_only: bool
+    store: Store, job_seq: int, after: int, size: int, since_s: float, *, failed_only: bool
 ) -> Sequence[Row[Any]]:
     """Up to `size` results, and no more than hold `BYTES_PER_READ`, but for a single one."""
     wanted = (results.c.job_seq == job_seq) & (results.c.row > after)
+    if since_s > 0.0:
+        wanted &= results.c.committed_at >= since_s
     if failed_only:
         wanted &= results.c.ok == 0
     pairs = results.join(bodies, SAME_ROW)

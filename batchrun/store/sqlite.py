@@ -41,7 +41,11 @@ NETWORK_FILE_SYSTEMS = frozenset({
     "ceph",
     "lustre",
     "glusterfs",
+    "fuse.glusterfs",
+    "fuse.juicefs",
     "fuse.sshfs",
+    "beegfs",
+    "gpfs",
 })
 
 
@@ -83,7 +87,7 @@ def refuse_network_file_system(folder: Path, mounts: Path = MOUNTS) -> None:
     """Raise StoreError when `folder` lies on a network file system (its locks are not reliable)."""
     if not mounts.exists():
         return
-    target = folder.absolute()
+    target = Path(os.path.realpath(folder))
     best_point, best_type = "", ""
     for line in mounts.read_text(encoding="utf-8", errors="replace").splitlines():
         point, kind = line.split()[1:3]

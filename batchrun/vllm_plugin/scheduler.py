@@ -62,6 +62,8 @@ class ColocatedScheduler(AsyncScheduler):
         self.step_policy: Policy | None = None
         self.view_builder = ViewBuilder(self.state)
         self.plan = NO_PLAN
+        self._lacks_image_room = self._was_empty = False
+        self._begun_turns: set[str] = set()
         started = InForce(
             settings.policy, self.max_num_scheduled_tokens, online_queue=settings.online_queue
         )
@@ -136,6 +138,7 @@ class ColocatedScheduler(AsyncScheduler):
         super()._update_request_as_session(session, update)
         view = state.views[session.request_id]
         begin_turn(view, session, state.arrived_at_s(session))
+        self._begun_turns.add(session.request_id)
         with state.surviving:
             state.calls.begun(view.arrival_at_s)
             self.daemon_link.meter.costs.arrived(view)
@@ -228,9 +231,29 @@ class ColocatedScheduler(AsyncScheduler):
         self._begin_step()
         output = super().schedule(throttle_prefills)
         self.state.queue.expose(())
+        self._was_empty = not output.total_num_scheduled_tokens
+        self._lacks_image_room = bool(self.max_num_encoder_input_tokens) and any(
+            tokens and request_id not in output.num_scheduled_tokens and self._has_image(request_id)
+            for request_id, tokens in self.plan.caps.items()
+        )
         with self.state.surviving:
             self._note(output)
         return output
+
+    def _has_image(self, request_id: str) -> bool:
+        """Whether it is a call with images, or the like."""
+        view = self.state.views.get(request_id)
+        return view is not None and not view.is_offline and bool(view.handle.mm_features)
+
+    def _make_image_room(self) -> bool:
+        """The last step had tokens for a call whose image found no room in vLLM's encoder cache:
+        rows in the middle of theirs give way. Whether there was one."""
+        cache, views = self.encoder_cache_manager, self.state.views
+        rows = [row for row in self.running if views[row.request_id].is_offline]
+        rows = [row for row in rows if row.mm_features and cache.get_cached_input_ids(row)]
+        for row in rows:
+            preempt(self, row)
+        return bool(rows)
 
     def obey(self) -> None:
         """Work by the orders that have come in since the last step. O(1) without any."""
@@ -274,15 +297,17 @@ class ColocatedScheduler(AsyncScheduler):
         self.need_mamba_block_aligned_split = self._is_mamba or bool(self.plan.caps)
 
     def _plan_step(self, policy: Policy) -> None:
-        """Plan by what is seen; where nothing can be seen, whatever runs goes on as vLLM has it."""
+        """Plan by what is seen. Where nothing can be seen, or a plan stands still for images that
+        calls are in the middle of, whatever runs goes on as vLLM has it."""
         state = self.state
         seen: EngineView | None = None
+        is_stuck = self._lacks_image_room and not self._make_image_room() and self._was_empty
         places = self.max_num_active_reqs - self.num_waiting_for_streaming_input
         with state.surviving:
             seen = self.view_builder.view(
                 self.running, self.current_step, self.max_num_scheduled_tokens, places
             )
-        if seen is None:
+        if seen is None or is_stuck:
             running = [state.views[request.request_id] for request in self.running]
             calls = with_adapters(state.queue.online, running, state.max_loras)
             state.queue.expose([view.handle for view in calls])
@@ -324,6 +349,7 @@ class ColocatedScheduler(AsyncScheduler):
         state, now_s = self.state, self.state.clock()
         with state.surviving:
             self._note_end(now_s)
+        self._begun_turns.clear()
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         while state.queue.added_again:
             session = state.queue.added_again.pop()
@@ -361,6 +387,8 @@ class ColocatedScheduler(AsyncScheduler):
                 view = views.get(output.request_id) or meter.ending.get(output.request_id)
                 if view is None or not output.new_token_ids:
                     continue
+                if output.request_id in self._begun_turns:
+                    continue  # The last token of the turn before.
                 # It may be waiting: a preempted request still gets the tokens that were in flight.
                 view.num_tokens = view.handle.num_tokens
                 if view.request_class is RequestClass.ONLINE:

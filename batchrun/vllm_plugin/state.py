@@ -389,6 +389,7 @@ def make_view(
             view.group = hint.job, key.node
             view.announced_followers = key.num_rows_to_come
     elif not is_offline:
+        view.has_class = isinstance(hint, SloHint)
         bounds = hint.slo if isinstance(hint, SloHint) else slo
         view.slo_ttft_s, view.slo_tpot_s = bounds.ttft_s, bounds.tpot_s
         view.slo_jct_s = math.inf if bounds.jct_s is None else bounds.jct_s

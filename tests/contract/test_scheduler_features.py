@@ -78,6 +78,21 @@ def test_a_streaming_session_is_online_and_goes_on_after_its_first_turn() -> Non
     assert not scheduler.requests and not scheduler.state.views
 
 
+def test_the_last_token_of_a_turn_is_not_the_first_of_one_that_waits_already() -> None:
+    scheduler = ours(build())
+    session = make_request("session", max_tokens=2, resumable=True)
+    scheduler.add_request(session)
+    scheduler.add_request(make_request("row", row=1, max_tokens=30))
+    scheduler.add_request(make_request("session", 300, max_tokens=2, resumable=True))
+    view = scheduler.state.views["session"]
+    while view.num_prompt_tokens < 300:
+        step(scheduler)
+    assert view.first_token_at_s is None
+    while session.status != RequestStatus.WAITING_FOR_STREAMING_REQ:
+        step(scheduler)
+    assert view.first_token_at_s is not None
+
+
 def test_an_answer_that_ends_on_a_stop_string_teaches_as_much_as_another() -> None:
     """The front end finds the string, and aborts: the scheduler sees no end."""
     scheduler = ours(build())

@@ -333,6 +333,7 @@ def test_a_name_is_taken_once_and_must_be_one(keyed: Keyed) -> None:
     code, line = keyed.rig.refuse("keys", "create", "b", "--class", "none")
     assert (code, "not under `slo_classes` in batchrun.yaml; it has chat" in line) == (2, True)
     keyed.make("chat", "--class", "chat")
+    assert "no such key" in keyed.rig.refuse("keys", "revoke", "my key")[1]
 
 
 @pytest.mark.slow

@@ -33,6 +33,7 @@ from batchrun.home import Home
 from batchrun.server.web.calls_of_all import REPORT_PREFIX, CallReport
 from batchrun.store import jobs
 from batchrun.store.database import open_store
+from batchrun.store.place import DaemonLock
 
 pytestmark = pytest.mark.slow
 
@@ -312,3 +313,16 @@ def test_a_database_that_comes_and_goes_ends_neither_daemon(
 
     wait_until(lambda: sorted(str(role(rig)["role"]) for rig in rigs) == ["leader", "standby"])
     assert [rig.pid_of("daemon") for rig in rigs] == pids
+
+
+def test_a_standby_records_where_files_are(rig: DeploymentRig, postgres: PostgresServer) -> None:
+    rig.store_url = postgres.new_store()
+    rig.use_fake_engine(files="s3://bucket/files")
+    with closing(open_store(rig.store_url)) as store, DaemonLock(store) as lock, rig.start("up"):
+
+        def is_recorded() -> bool:
+            lock.check()
+            return Home(rig.home).files_url == "s3://bucket/files"
+
+        wait_until(is_recorded)
+        rig.close()

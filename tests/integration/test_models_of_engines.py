@@ -26,7 +26,8 @@ from batchrun.engine.sockets import EngineSockets
 from batchrun.jobs.batch import new_batch_job
 from batchrun.jobs.results.file_bytes import FileBytes
 from batchrun.pool.row_queue import Window
-from batchrun.store import files, jobs
+from batchrun.store import api_keys, files, jobs
+from batchrun.store.api_keys import KeyLimits, NewApiKey
 from batchrun.store.batches import NewBatch
 from batchrun.store.files import NewFile
 from batchrun.store.jobs import JobRecord
@@ -142,15 +143,16 @@ async def opener_of(
         yield Opener(made[0][0], slots, folder, lambda _: None, FileBytes(spool))
 
 
-def batch_for(opener: Opener, model: str) -> JobRecord:
+def batch_for(opener: Opener, model: str, owner: str | None = None) -> JobRecord:
     """A batch of one line, which is not validated yet."""
     assert opener.files is not None
     line = {"custom_id": "a", "method": "POST", "url": CHAT}
     text = json.dumps(line | {"body": {"model": model, "messages": []}}).encode()
-    file = files.add(opener.store, NewFile("in", "batch", len(text), "0" * 64, None), now_s=1.0)
+    given = NewFile("in", "batch", len(text), "0" * 64, None, owner)
+    file = files.add(opener.store, given, now_s=1.0)
     (opener.files.spool / file.id).write_bytes(text)
     job = new_batch_job(opener.files.spool, CHAT, deadline_s=86_400, weight=1)
-    asked = NewBatch(file.id, CHAT, "24h", None, None, "r")
+    asked = NewBatch(file.id, CHAT, "24h", None, None, "r", owner=owner)
     return add_batch(opener.store, asked, job, now_s=time.time()).job
 
 
@@ -176,6 +178,21 @@ async def test_a_batch_waits_for_the_engine_that_may_have_its_model(
         unknown = batch_for(opener, "huge")
         assert await opener.open(unknown, lambda *_: None) is None
         assert jobs.get(opener.store, unknown.id).state is JobState.FAILED
+
+
+async def test_nothing_is_kept_of_the_input_of_a_batch_that_its_key_may_not_start(
+    tmp_path: Path,
+) -> None:
+    async with opener_of(tmp_path, Server(), models=None) as opener:
+        limits = KeyLimits(enqueued_tokens=1)
+        key = NewApiKey("key_1", "team", "user", "0" * 64, None, limits)
+        api_keys.add(opener.store, key, now_s=1.0)
+        record = batch_for(opener, "small", key.id)
+
+        assert await opener.open(record, lambda *_: None) is None
+
+        assert jobs.get(opener.store, record.id).state is JobState.FAILED
+        assert not list(opener.links.glob("*-file-*"))
 
 
 async def test_a_batch_of_any_model_runs_on_an_engine_that_never_tells_its_models(

@@ -51,6 +51,18 @@ def test_a_taken_gateway_port_is_named_and_nothing_is_left_running(rig: Deployme
     assert processes_of(rig) == []
 
 
+def test_files_of_the_caller_s_are_not_imported(rig: DeploymentRig) -> None:
+    fake = [sys.executable, "-P", "-m", "batchrun.engine.fake", f"--port={rig.engine_port}"]
+    rig.configure({"command": [*fake, "--model=fake"], "port": rig.engine_port}, gateway_workers=2)
+    for name in ("queue", "secrets", "types"):
+        (rig.folder / f"{name}.py").write_text(f"raise ImportError('{name} of the caller')\n")
+    command = [sys.executable, "-P", "-m", "batchrun", "up", "-d", "--home", str(rig.home)]
+
+    done = subprocess.run(command, cwd=rig.folder, capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_taken_engine_port_is_named(rig: DeploymentRig) -> None:
     rig.use_fake_engine()
     with socket.create_server(("127.0.0.1", rig.engine_port)):

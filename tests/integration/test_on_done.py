@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,13 @@ from typing import Any
 import pytest
 from deployment_rig import JOB_FILE, DeploymentRig
 from openai import OpenAI
+from store_builders import execute
+
+from batchrun.config import OnDone
+from batchrun.jobs.on_done import TOLD_PREFIX, Messenger
+from batchrun.store import jobs
+from batchrun.store.database import open_store
+from batchrun.store.jobs import NewJob
 
 SECRET = "whsec_c2VjcmV0IG9mIHRoZSB0ZXN0cw=="
 RECORD = """
@@ -142,6 +151,32 @@ def told_lines(path: Path) -> list[str]:
     lines = path.read_text().splitlines()
     assert all(line.endswith(json.loads(line[: line.rindex("}") + 1])["id"]) for line in lines)
     return [line[: line.rindex("}") + 1] for line in lines]
+
+
+async def test_while_nothing_can_be_written_an_end_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("batchrun.jobs.on_done.POLL_S", 0.01)
+    path, heard = tmp_path / "store.db", tmp_path / "heard"
+    command = ("sh", "-c", f"echo told >> {heard}")
+    with closing(open_store(path)) as store:
+        job_id = jobs.create(store, NewJob("name", "{}", "{}", "hash", 1), now_s=1.0).id
+        jobs.replace_settings(store, [], {jobs.ENDED_PREFIX + job_id: {}})
+        full = (
+            "CREATE TRIGGER full BEFORE INSERT ON settings BEGIN SELECT RAISE(ABORT, 'full'); END"
+        )
+        execute(path, full)
+        telling = asyncio.create_task(Messenger(store, OnDone(command=command), tmp_path).run())
+        while not heard.exists():
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.3)
+        execute(path, "DROP TRIGGER full")
+        while not jobs.list_settings(store, TOLD_PREFIX):
+            await asyncio.sleep(0.01)
+        telling.cancel()
+        await asyncio.wait([telling])
+
+    assert heard.read_text() == "told\n"
 
 
 @pytest.mark.nightly

@@ -7,6 +7,8 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 from aiohttp import web
+from batch_client import chat_lines, deployment_client
+from batch_rig import counts
 from deployment_rig import DeploymentRig
 from engine_builders import make_request
 
@@ -33,6 +35,17 @@ def test_rows_that_are_refused_at_once_do_not_speak_for_those_that_take_longer(
     view = rig.wait_until_ended(job)
 
     assert (view["state"], view["num_completed"], view["num_failed"]) == ("completed", 37, 3)
+
+
+def test_a_batch_whose_requests_are_all_refused_rests_until_they_are_taken(
+    rig: DeploymentRig,
+) -> None:
+    rule = {"match": {"substring": "question"}, "action": {"status": 404}, "times": 49}
+    rig.use_fake_engine(rules=[rule])
+    with deployment_client(rig) as client:
+        batch = client.wait_until_ended(client.create(chat_lines(12)).id)
+
+    assert (batch.status, counts(batch)) == ("completed", (12, 12, 0))
 
 
 def test_a_hung_row_and_refusals_leave_the_engine_to_others(rig: DeploymentRig) -> None:

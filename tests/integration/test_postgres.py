@@ -14,7 +14,7 @@ from batchrun.home import Home
 pytestmark = pytest.mark.slow
 
 NUM_ROWS = 800
-NAME = "127.0.0.1/store_"
+NAME = "127.0.0.1:"
 
 
 @pytest.fixture

@@ -22,6 +22,8 @@ from pydantic import BaseModel
 
 import batchrun
 from batchrun.errors import DataError, InputError, JobSpecError, RowsFailedError, StateError
+from batchrun.store import jobs
+from batchrun.store.database import open_store
 
 ASK = "Classify: {{ text }}"
 TEXTS = [f"review {i}" for i in range(12)]
@@ -218,6 +220,23 @@ def test_a_job_file_becomes_a_job_to_wait_for(
         ("row-2", "three"),
     ]
     assert job.errors()["row"].to_list() == [1]
+
+
+def test_a_job_that_is_paused_goes_on_when_it_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with closing(DeploymentRig(tmp_path)) as rig:
+        rig.use_fake_engine()
+        rig.write_rows(["one", "two"])
+        job = batchrun.submit(rig.write_job(), home=rig.home, progress=False)
+        with closing(open_store(job.home.store_location)) as store:
+            jobs.pause(store, job.id, "by the user")
+
+        again = batchrun.submit("job.yaml", home=rig.home, progress=False)
+
+        assert again.id == job.id
+        assert again.wait(progress=False).status()["num_completed"] == 2
 
 
 SHARED_OUTPUT = """\

@@ -117,6 +117,34 @@ def test_a_second_up_leaves_the_first_alone_though_the_lock_file_is_gone(
     assert not lives(daemon)
 
 
+@pytest.mark.slow
+def test_an_up_in_a_terminal_that_gives_up_ends_nothing_that_ran(rig: DeploymentRig) -> None:
+    rig.use_fake_engine()
+    rig.ask("up", "-d")
+    ran = {name: rig.pid_of(name) for name in ("daemon", "gateway", "engine")}
+
+    assert f"in use by process {ran['daemon']}" in up_in_a_terminal(rig)
+    assert all(map(lives, ran.values()))
+    rig.kill("daemon")
+    for path in rig.home.glob("store.db*"):
+        path.write_bytes(b"no store" * 1024)
+    assert "store.db" in up_in_a_terminal(rig)
+
+    assert [lives(pid) for pid in ran.values()] == [False, True, True]
+
+
+def up_in_a_terminal(rig: DeploymentRig) -> str:
+    """What `batchrun up` says whose standard input is a terminal."""
+    ours, terminal = os.openpty()
+    rig.wrapper = ("sh", "-c", f'exec "$@" <{os.ttyname(terminal)}', "sh")
+    try:
+        return rig.refuse("up")[1]
+    finally:
+        rig.wrapper = ()
+        os.close(ours)
+        os.close(terminal)
+
+
 @pytest.mark.nightly
 def test_up_beside_a_stopped_daemon_says_so_and_down_ends_it(rig: DeploymentRig) -> None:
     rig.use_fake_engine()

@@ -102,6 +102,19 @@ def test_a_job_whose_deadline_is_too_soon_is_told_at_once(assigner: Rows) -> Non
     assert [news.job_id for news in assigner.turns.take_news()] == ["late"]
 
 
+def test_an_engine_of_another_model_without_rows_hides_no_deadline(assigner: Rows) -> None:
+    other = AttachedEngine(AttachedSettings(name="two", url="http://127.0.0.1:9001"))
+    other.state = EnginePhase.READY
+    slots = [Slot(other, uses_priority=False, window=Window(16, 10**6), models=("large",))]
+    beside: Rows = Assigner([replace(assigner.slots[0], models=("small",)), *slots])
+    job = make_tree_job("due", letters(200))
+    job.spec = job.spec.model_copy(update={"model": "small"})
+    beside.join(job, deadline_at=10.0)
+    run(beside, 40.0, 2)
+    outlook = beside.turns.outlook("due")
+    assert outlook is not None and "miss" in str(outlook)
+
+
 def test_rows_of_a_job_that_left_are_nobodys(assigner: Rows) -> None:
     job = make_tree_job("paused", letters(8))
     assigner.join(job, deadline_at=None)

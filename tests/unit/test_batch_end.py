@@ -15,10 +15,16 @@ from typing import Any
 import pytest
 from store_builders import add_batch, answered
 
-from batchrun.daemon.ending import INPUT_TRIES, end_batch
+from batchrun.daemon.ending import INPUT_TRIES, MAX_WRITING, end_batch
 from batchrun.jobs.batch import new_batch_job, validate_input
-from batchrun.jobs.objects import MAX_THREADS
-from batchrun.jobs.results.file_bytes import FileBytes
+from batchrun.jobs.objects import MAX_THREADS, in_thread
+from batchrun.jobs.results.file_bytes import (
+    FileBytes,
+    recover_files,
+    remove_file,
+    sweep_files,
+)
+from batchrun.keys import FairDoor
 from batchrun.store import batches, files, jobs, results
 from batchrun.store.batches import BatchRecord, NewBatch, ValidInput
 from batchrun.store.check import check_store
@@ -40,6 +46,7 @@ class Home:
         self.store: Store = open_store(folder / "store.db")
         self.links = folder / "inputs"
         self.place = FileBytes(folder / "files")
+        self.door = FairDoor(MAX_WRITING)
         (folder / "files").mkdir()
         body = {"model": "m", "messages": []}
         lines = [{"custom_id": i, "method": "POST", "url": CHAT, "body": body} for i in IDS]
@@ -101,7 +108,7 @@ class Home:
             links=self.links,
             place=self.place,
             progress=progress,
-            retry_interval_s=0.0,
+            door=self.door,
         )
 
     def lines(self, file_id: str | None) -> list[dict[str, Any]]:
@@ -112,10 +119,25 @@ class Home:
 
 
 @pytest.fixture
-def home(tmp_path: Path) -> Iterator[Home]:
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Home]:
+    monkeypatch.setattr("batchrun.daemon.ending.RETRY_INTERVAL_S", 0.0)
     made = Home(tmp_path)
     yield made
     made.store.close()
+
+
+async def test_an_input_that_is_deleted_goes_once_no_open_batch_has_it(home: Home) -> None:
+    remove_file(home.store, home.place, home.input.name)
+    recover_files(home.store, home.place)
+    sweep_files(home.store, home.place)
+    assert home.input.exists()
+
+    jobs.request_cancel(home.store, home.batch_id, now_s=4.0)
+    await home.end()
+    sweep_files(home.store, home.place)
+
+    assert not [path for path in home.place.spool.iterdir() if home.input.name in path.name]
+    assert list(check_store(home.store)) == []
 
 
 @pytest.mark.parametrize("state", [JobState.EXPIRED, JobState.CANCELLED])
@@ -151,14 +173,15 @@ async def test_batches_that_are_being_written_leave_threads_to_commits_and_calle
         num_begun.release()
         go_on.wait()
 
-    num_threads = min(32, (os.cpu_count() or 1) + 4)
+    num_threads = max(MAX_THREADS, min(32, (os.cpu_count() or 1) + 4))
     ends = [asyncio.create_task(home.end(hold)) for _ in range(num_threads)]
     try:
-        for _ in range(min(num_threads, MAX_THREADS)):
+        for _ in range(MAX_WRITING):
             while not num_begun.acquire(blocking=False):
                 await asyncio.sleep(0.01)
         async with asyncio.timeout(60):
             assert await asyncio.to_thread(lambda: home.job.state) is JobState.CANCELLING
+            assert await in_thread(home.place.locate, home.input.name) == home.input
     finally:
         go_on.set()
         await asyncio.gather(*ends)
@@ -198,7 +221,7 @@ async def test_a_batch_that_is_done_waits_for_its_input_until_its_deadline(home:
         links=home.links,
         place=home.place,
         progress=put_back,
-        retry_interval_s=0.0,
+        door=home.door,
     )
 
     assert home.job.state is JobState.COMPLETED

@@ -21,9 +21,10 @@ from batchrun.jobs.batch import new_batch_job
 from batchrun.jobs.inputs.input_data import open_input
 from batchrun.jobs.results.output_file import write_output
 from batchrun.jobs.spec import JobSpec
-from batchrun.store import jobs, results
+from batchrun.store import batches, files, jobs, results
 from batchrun.store.batches import BatchRecord, NewBatch, WantedBatch
 from batchrun.store.database import Store
+from batchrun.store.files import NewFile
 from batchrun.store.jobs import NewJob
 from batchrun.store.results import StoredResult
 
@@ -121,6 +122,17 @@ async def test_batches_that_are_made_at_once_share_their_commits(store: Store) -
 
     assert len({batch.job.id for batch in made}) == len(jobs.list_jobs(store)) == 200
     assert num_commits <= 3
+
+
+def test_a_batch_that_was_made_is_found_though_its_owner_has_stored_too_much(store: Store) -> None:
+    full, more = (replace(wanted(key), max_stored_bytes=5) for key in "ab")
+    (made,) = batches.create_all(store, [full], now_s=1.0)
+    files.add(store, NewFile("in", "batch", 6, "0" * 64, None, "key_1"), now_s=1.0)
+
+    again, other = batches.create_all(store, [full, more], now_s=2.0)
+
+    assert again == made
+    assert isinstance(other, QuotaError)
 
 
 async def test_a_caller_who_goes_takes_no_batch_from_others(store: Store) -> None:

@@ -233,3 +233,26 @@ def test_followers_count_by_the_node_that_the_hint_names() -> None:
         index.announce(f"{number}", hint, chain_of(f"doc{number}"), 0.0)
 
     assert [index.num_followers(f"{number}") for number in range(4)] == [8, 90, 0, 1]
+
+
+@pytest.mark.parametrize("sent", [(0, 1, 3, 2), (3, 2, 1, 0)], ids=str)
+def test_rows_that_come_in_another_order_leave_none_to_come(sent: tuple[int, ...]) -> None:
+    """Four rows of one document; each says how many stand behind it in the planned order."""
+    index = ReuseIndex()
+    for row in sent:
+        announce(index, "abc" + "wxyz"[row], row, (7, 3 - row, row + 1))
+    for row in sent:
+        index.finished(f"{row}")
+    assert not index.blocks
+    index.check()
+
+
+def test_rows_to_come_that_went_elsewhere_are_not_awaited_for_ever() -> None:
+    """Of four rows of each document the last one never comes."""
+    index = ReuseIndex()
+    for row in (row for row in range(400) if row % 4 < 3):
+        text = chr(256 + row // 4) + "bc" + "wxy"[row % 4]
+        announce(index, text, row, (row // 4, 3 - row % 4, row + 1))
+        index.finished(f"{row}")
+        index.check()
+    assert 0 < len(index.blocks) <= 5 * 3

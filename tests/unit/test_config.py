@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 from pathlib import Path
 
 import pytest
+from postgres_server import NOBODY
 
 from batchrun.cache.eviction import EVICTIONS
 from batchrun.config import Deployment, SloConfig, load_deployment, load_home
@@ -36,6 +39,21 @@ def test_without_a_file_batchrun_starts_one_engine_with_the_tiny_model() -> None
 
     assert (deployment.model, deployment.listen) == ("tiny", "127.0.0.1:8000")
     assert [engine.is_vllm for engine in deployment.engines] == [True]
+
+
+def test_a_folder_that_may_not_be_searched_holds_no_file(tmp_path: Path) -> None:
+    def load_as_nobody() -> None:
+        if os.getuid() == 0:
+            os.setuid(NOBODY)
+        load_deployment(None, model="of/a-hub")
+
+    tmp_path.chmod(0)
+    child = multiprocessing.get_context("fork").Process(target=load_as_nobody)
+    child.start()
+    child.join()
+    tmp_path.chmod(0o700)
+
+    assert child.exitcode == 0
 
 
 def test_a_file_of_comments_only_is_a_file_of_defaults() -> None:

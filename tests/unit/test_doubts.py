@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 
-from batchrun.daemon.faults import IDENTICAL_ERRORS_LIMIT, MAX_DOUBTS, Doubts, Verdict
+from batchrun.daemon.faults import (
+    FIRST_DELAY_S,
+    IDENTICAL_ERRORS_LIMIT,
+    MAX_DOUBTS,
+    MAX_RESTS,
+    Doubts,
+    Verdict,
+)
 from batchrun.types import RowError
 
-ROW, JOB, UNKNOWN = Verdict.ROW, Verdict.JOB, Verdict.UNKNOWN
+ROW, JOB, REST, UNKNOWN = Verdict.ROW, Verdict.JOB, Verdict.REST, Verdict.UNKNOWN
 MISSING = RowError("http_404", "Response with id 'resp_123' not found.", 404)
 MODEL = RowError("model_not_found", "The model x does not exist.", 404)
 
@@ -46,11 +55,15 @@ def test_so_few_rows_as_speak_for_none_end_with_their_errors(*, is_batch: bool) 
     assert verdicts == [UNKNOWN] * 6 + [ROW] * 2
 
 
-def test_a_batch_ends_though_each_of_its_rows_is_refused() -> None:
+def test_a_batch_rests_while_each_of_its_rows_is_refused() -> None:
     doubts = Doubts(is_batch=True)
-    verdicts = [doubts.judge(row, MODEL, {row}) for _ in range(4) for row in range(50)]
+    verdicts = [doubts.judge(row, MODEL, {row, 99}) for _ in range(9) for row in range(50)]
 
-    assert verdicts == [UNKNOWN] * 150 + [ROW] * 50
+    assert verdicts == [UNKNOWN] * 2 + [REST] * 448
+    assert doubts.rest_s(Random(1)) <= FIRST_DELAY_S < doubts.rest_s(Random(1))
+    rested_s = sum(doubts.rest_s(Random(1)) for _ in range(MAX_RESTS - 2))
+    assert 300 < rested_s < 900
+    assert doubts.judge(1, MODEL, {1}) is ROW, "who asks may be at fault"
 
 
 def test_a_batch_waits_for_the_operator_where_the_engine_does_not_know_him() -> None:

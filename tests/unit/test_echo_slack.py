@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -215,3 +216,14 @@ def test_the_tightest_ttft_bound_of_the_calls_that_wait_shortens_the_step() -> N
     plan = plan_of(view(waiting=[tight, row(prompt=2_000)]))
 
     assert plan.caps == {"call": 499, "row": 600 - 499}
+
+
+def test_a_bound_that_was_learnt_anew_does_not_shorten_steps_as_a_tight_class_does() -> None:
+    """With `slo: auto` calls keep the bound that they came with, here 0.2 s; by now it is 1 s."""
+    decoding = decoding_call()
+    rows = [row(prompt=2_000)]
+    usual = plan_of(view(running=[decoding], waiting=rows))
+    before = replace(decoding, slo_ttft_s=0.2)
+    assert plan_of(view(running=[before], waiting=rows)).caps == usual.caps
+    tight = replace(before, has_class=True)
+    assert plan_of(view(running=[tight], waiting=rows)).caps != usual.caps

@@ -124,7 +124,7 @@ class Fixtures:
             "results.commit": lambda store: results.commit(store, [(1, answered(0))], now_s=1.0),
             "results.record_attempt": lambda store: results.record_attempt(store, 1, 1, 2),
             "results.record_engine_death": lambda s: results.record_engine_death(s, 1, [1]),
-            "jobs.resume": lambda store: jobs.resume(store, self.paused),
+            "jobs.resume": lambda store: jobs.resume(store, self.paused, now_s=2.0),
             "jobs.finish": lambda store: jobs.finish(store, self.cancelled, now_s=5.0),
             "jobs.note_output": lambda store: jobs.note_output(store, self.ended),
             "jobs.write_setting": lambda store: jobs.write_setting(store, "a", 1),

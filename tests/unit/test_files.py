@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import BinaryIO
+
+import pytest
 
 from batchrun.failpoints import VARIABLE
 from batchrun.files import write_atomically
@@ -46,3 +50,21 @@ def test_the_next_write_removes_what_a_killed_writer_left(tmp_path: Path) -> Non
     assert path.read_bytes() == b"new"
     assert path.stat().st_mode & 0o777 == 0o600
     assert sorted(tmp_path.iterdir()) == sorted([path, running])
+
+
+def test_what_a_killed_writer_left_on_nfs_is_removed_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flock = fcntl.flock
+
+    def lock_as_nfs(file: BinaryIO, kind: int) -> None:
+        if fcntl.fcntl(file, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+            raise OSError(errno.EBADF, "not open for writing")
+        flock(file, kind)
+
+    monkeypatch.setattr(fcntl, "flock", lock_as_nfs)
+    (tmp_path / ".record.json.1a2b.part").write_bytes(b"half")
+
+    write_atomically(tmp_path / "record.json", b"new")
+
+    assert [path.name for path in tmp_path.iterdir()] == ["record.json"]

@@ -18,7 +18,7 @@ from store_builders import answered, load_dump, read_tables
 from batchrun.config import DeploymentFile
 from batchrun.errors import ConfigError, StateError
 from batchrun.jobs.job_file import load_job_file
-from batchrun.jobs.pin import InputPin, link_name
+from batchrun.jobs.pin import InputPin, link_name, link_names, verify_pin
 from batchrun.jobs.results.keeping import ORPHAN_AGE_S, find_unused_links
 from batchrun.jobs.submit import prepare_job
 from batchrun.quantities import parse_age_s
@@ -261,6 +261,18 @@ def test_links_have_the_names_that_submission_gives(pinned: tuple[JobRecord, Pat
     (file,) = InputPin.model_validate_json(record.pin).files
 
     assert [path.name for path in links.iterdir()] == [link_name(file)]
+
+
+def test_a_link_that_an_older_batchrun_named_is_found_and_kept(
+    pinned: tuple[JobRecord, Path],
+) -> None:
+    record, links = pinned
+    pin = InputPin.model_validate_json(record.pin)
+    next(links.iterdir()).rename(links / link_names(pin.files[0])[1])
+    Path(pin.files[0].path).unlink()
+
+    verify_pin(pin, links=links)
+    assert find_unused_links([record], links=links, now_s=1e12) == []
 
 
 def test_nothing_goes_while_it_is_unknown_what_a_job_needs(

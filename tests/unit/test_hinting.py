@@ -98,6 +98,7 @@ def test_the_room_that_answers_so_far_stay_within_is_told(make_job: JobMaker) ->
 
 def test_endpoints_without_a_place_for_it_get_no_hint(make_job: JobMaker) -> None:
     assert Hinter(1).hint(make_job(["x", "y"], "/v1/embeddings"), 0, SharedPrefixes()) is None
+    assert Hinter(1).hint(make_job(["x", "y"], "/v1/responses"), 0, SharedPrefixes()) is not None
 
 
 def test_rows_that_are_taken_together_count_as_rows_to_come(make_job: JobMaker) -> None:

@@ -69,6 +69,25 @@ def test_a_bad_file_is_one_line(tmp_path: Path, name: str, content: bytes, probl
     assert problem in problem_of(lambda: read_all(tmp_path / name))
 
 
+@pytest.mark.parametrize(
+    ("name", "first", "line", "last"),
+    [
+        ("a.jsonl", b"", b'{"t": "' + b"x" * 1000 + b'"}\n', b'{"t": "\xff"}\n'),
+        ("a.csv", b"t\n", b"x" * 1000 + b"\n", b"\xff\n"),
+    ],
+)
+def test_a_bad_line_is_found_at_submission_wherever_it_stands(
+    tmp_path: Path, name: str, first: bytes, line: bytes, last: bytes
+) -> None:
+    (tmp_path / name).write_bytes(first + line * 3000 + last)
+    spec = {"path": f"{tmp_path}/{name}", "messages": [{"role": "user", "content": "{{ t }}"}]}
+    job = {"name": "x", "input": spec, "output": {"path": f"{tmp_path}/out.parquet"}}
+
+    said = problem_of(lambda: prepare_job(JobSpec.model_validate(job), links=tmp_path / "links"))
+
+    assert said.startswith(f"{tmp_path / name}:{len(first.splitlines()) + 3001}: not ")
+
+
 def test_a_cut_off_zstd_file_is_refused_also_where_a_record_ends(tmp_path: Path) -> None:
     packing = zstandard.ZstdCompressor().compressobj()
     start = packing.compress(b'{"a": 1}\n' * 1000)

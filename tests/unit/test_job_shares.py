@@ -94,6 +94,20 @@ def test_a_late_job_starts_at_the_level_of_the_least_served() -> None:
     assert level(shares, "c") == level(shares, "b") == 500
 
 
+def test_a_late_job_starts_level_with_those_that_its_engine_serves() -> None:
+    """Engine 1 serves `b` and `c`; `a` waits for an engine of another model, which is slow."""
+    shares, here = make_shares(1, 1), frozenset({"b", "c"})
+    for row in range(40):
+        eligible = here if row % 20 else frozenset({"a"})
+        chosen = shares.holder(ALL, eligible, bool(row % 20)) or shares.begin_turn(eligible)
+        assert chosen is not None
+        shares.charge(chosen, row, 2_000, is_urgent=False)
+        if row == 10:
+            shares.join("c", 1, WorkLeft(0))
+    assert abs(level(shares, "c") - level(shares, "b")) <= 2_000 < level(shares, "c")
+    assert level(shares, "a") == 4_000
+
+
 def test_a_job_without_ready_rows_saves_up_no_credit() -> None:
     shares = make_shares(1, 1)
     for row in range(10):

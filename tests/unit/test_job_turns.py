@@ -179,3 +179,19 @@ def test_an_urgent_job_gets_the_first_room_in_a_full_window() -> None:
 
     assert record["rows_of_others_before"] == 0
     assert record["wait_s"] <= 1
+
+
+def test_a_job_that_waits_for_the_night_makes_no_eta_later() -> None:
+    turns, ready = JobTurns(), frozenset({"now"})
+    turns.join("now", 1, 1_000_000)
+    turns.observe(0.0, is_saturated=True)
+    for second in range(1, 61):
+        turn = turns.choose(ready, second)
+        assert turn is not None
+        turns.charge(turn, second, 1_000, ends_subtree=True)
+        turns.settle("now", second, 1_000)
+        turns.observe(second, is_saturated=True)
+    alone = turns.completions()["now"]
+    turns.join("night", 1, 10_000_000)
+    assert turns.completions({"night"}) == {"now": alone}
+    assert turns.completions()["now"].expected_s > 1.5 * alone.expected_s

@@ -15,9 +15,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from store_builders import answered, refused
 
 from batchrun.daemon.ending import JobEnd, remove_old_results
-from batchrun.daemon.opening import take_up_job
+from batchrun.daemon.opening import continue_job, open_job, take_up_job
 from batchrun.daemon.writer import ResultWriter
 from batchrun.jobs import submit as plans
 from batchrun.jobs.inputs import spool
@@ -25,7 +26,7 @@ from batchrun.jobs.job_file import load_job_file
 from batchrun.jobs.results.keeping import ORPHAN_AGE_S, find_unused_links
 from batchrun.jobs.spec import JobSpec
 from batchrun.jobs.submit import JobPlan, pin_again, plan_file, prepare_job, rows_file
-from batchrun.store import jobs
+from batchrun.store import jobs, results
 from batchrun.store.database import Store, open_store
 from batchrun.store.jobs import JobRecord
 from batchrun.types import JobState
@@ -182,6 +183,52 @@ def test_the_copy_of_its_rows_is_kept_too(
     assert first == [everything, [TEXTS[39], TEXTS[5]]]
     assert again == [set(), [TEXTS[39], TEXTS[5]]]
     assert anew == [everything, [TEXTS[39][1:], TEXTS[5][1:]]]
+
+
+def test_a_job_without_rows_to_run_copies_none(
+    store: Store, record: JobRecord, links: Path
+) -> None:
+    done = [(record.seq, answered(row)) for row in range(len(TEXTS))]
+    results.commit(store, done, now_s=1.0)
+
+    open_job(store, record, links=links).close()
+
+    assert not rows_file(links, record.id).exists()
+
+
+def test_a_resume_allows_max_failed_anew_and_a_restart_does_not(
+    store: Store, record: JobRecord, links: Path
+) -> None:
+    limited = replace(record, spec=json.dumps(json.loads(record.spec) | {"max_failed": 1}))
+
+    def pauses_after(*failed: int, now_s: float) -> bool:
+        results.commit(store, [(record.seq, refused(row)) for row in failed], now_s=now_s)
+        job = open_job(store, limited, links=links)
+        job.close()
+        return job.breaker.see(refused(9)) is not None
+
+    assert not pauses_after(now_s=1.0)
+    assert pauses_after(0, 1, now_s=1.0)
+    jobs.pause(store, record.id, "too many")
+    jobs.resume(store, record.id, now_s=2.0)
+    assert not pauses_after(now_s=3.0)
+    assert pauses_after(2, now_s=3.0)
+
+
+def test_answers_to_what_an_input_held_before_are_not_taken_over(
+    store: Store, record: JobRecord, links: Path, tmp_path: Path
+) -> None:
+    results.commit(store, [(record.seq, answered(0))], now_s=1.0)
+    jobs.pause(store, record.id, "changed")
+    write_rows(tmp_path, ["corrected", *TEXTS[1:]])
+    jobs.resume(store, record.id, now_s=2.0, pin=pin_again(record, links=links))
+    results.commit(store, [(record.seq, answered(1))], now_s=3.0)
+    spec = JobSpec.model_validate_json(record.spec).model_copy(update={"continue_from": record.id})
+    new = jobs.create(store, prepare_job(spec, links=links), now_s=4.0)
+
+    assert continue_job(store, new, links=links) == 1
+
+    assert [result.row for result in results.read(store, new.seq)] == [1]
 
 
 def test_a_job_whose_plan_cannot_be_written_runs(

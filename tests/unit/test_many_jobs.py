@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
 import pytest
-from store_builders import add_batch, execute
+from store_builders import add_batch, answered, execute
 
-from batchrun.daemon.view import view_stored
+from batchrun.daemon.view import view_stored, view_stored_job
 from batchrun.jobs.batch import new_batch_job
-from batchrun.store import batches, jobs
+from batchrun.store import batches, jobs, results
 from batchrun.store.batches import NewBatch
 from batchrun.store.database import Store, open_store
-from batchrun.store.jobs import JobRecord
+from batchrun.store.jobs import JobRecord, NewJob
+from batchrun.store.retention import remove_results
 from batchrun.types import JobState
 
 CHAT = "/v1/chat/completions"
@@ -56,6 +58,17 @@ def test_what_the_store_alone_tells_of_jobs_is_bounded(
     assert isinstance(views, list)
     assert [view["id"] for view in views] == [ids[0], *ids[2:]]
     assert told["num_more_ended"] == 1
+
+
+def test_the_cut_answers_of_a_job_are_counted_once_it_ends(store: Store) -> None:
+    job = jobs.create(store, NewJob("name", "{}", "{}", "hash", 2), now_s=1.0)
+    cut = replace(answered(0), finish_reason="length")
+    results.commit(store, [(job.seq, cut), (job.seq, answered(1))], now_s=2.0)
+    assert view_stored_job(store, job.id)["num_cut"] == 1
+    jobs.request_cancel(store, job.id, now_s=2.0)
+    list(remove_results(store, jobs.finish(store, job.id, now_s=3.0), now_s=4.0))
+
+    assert view_stored_job(store, job.id)["num_cut"] == 1
 
 
 def test_a_key_s_ended_batches_cost_its_next_one_nothing(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from batchrun.mutual_tls import (
     read_or_make_secret,
     read_secret,
     server_context,
+    show,
 )
 
 SECRET = b"the secret of this one agent here"
@@ -72,10 +73,16 @@ async def test_a_server_lets_no_caller_in_without_its_secret() -> None:
         assert [await say(port, each) for each in (anyone, nobody)] == [b"", b""]
 
 
-async def test_a_given_certificate_is_shown_and_believed_under_its_name(tmp_path: Path) -> None:
-    certificate, key = write_certificate(tmp_path, "127.0.0.1")
-    async with echo(server_context(SECRET, certificate, key)) as port:
+@pytest.mark.parametrize("is_rsa", [False, True])
+async def test_a_given_certificate_is_shown_and_believed_under_its_name(
+    tmp_path: Path, *, is_rsa: bool
+) -> None:
+    context = server_context(SECRET, *write_certificate(tmp_path, "127.0.0.1", is_rsa=not is_rsa))
+    certificate, key = write_certificate(tmp_path, "127.0.0.1", is_rsa=is_rsa)
+    async with echo(context) as port:
+        show(context, certificate, key)
         assert await say(port, client_context(SECRET, certificate)) == b"hello"
+        assert await say(port, client_context(OTHER, certificate)) == b""
         with pytest.raises(ssl.SSLCertVerificationError):
             await say(port, client_context(SECRET))
 

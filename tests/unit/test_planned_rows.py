@@ -99,6 +99,18 @@ def test_what_the_cache_serves_well_is_read_from_the_input(
         assert planned.spool_bytes is None
 
 
+def test_rows_of_an_input_that_is_written_to_are_not_read_from_its_copy(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "a.parquet")
+    with (
+        open_path(path) as data,
+        closing(planned_rows(data, ["n"], shuffled(400), tmp_path)) as planned,
+    ):
+        assert planned.spool_bytes and planned.read_rows([5]) == [{"n": 5}]
+        write_parquet(path, 401)
+        with pytest.raises(DataError, match=r"a\.parquet: was written to while it is read"):
+            planned.read_rows([7])
+
+
 def test_text_files_are_read_line_by_line(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("".join(f'{{"n": [{row}]}}\n' for row in range(400)))
     with (

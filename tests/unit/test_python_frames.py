@@ -18,19 +18,22 @@ import pytest
 from pydantic import BaseModel, JsonValue
 
 import batchrun
+from batchrun.control.client import DaemonClient
 from batchrun.control.submitting import find_same, prepare
+from batchrun.daemon.ending import export
 from batchrun.daemon.opening import request_keys
 from batchrun.errors import DataError, InputError, JobSpecError
 from batchrun.home import Home
 from batchrun.jobs.inputs.input_data import open_input
 from batchrun.jobs.prompts.template import RequestTemplate
 from batchrun.jobs.spec import InputSpec
-from batchrun.python.asking import Question
+from batchrun.python.asking import Asked, Question, ask, served
 from batchrun.python.frames import frame_of, frame_of_rows, kept_rows
 from batchrun.python.schemas import parsed, response_format
 from batchrun.store import jobs, results
 from batchrun.store.database import open_store
-from batchrun.types import Outcome, OutcomeKind
+from batchrun.store.jobs import JobRecord
+from batchrun.types import JobState, Outcome, OutcomeKind
 
 
 class Tone(enum.Enum):
@@ -85,6 +88,26 @@ def test_answers_become_columns_of_the_types_of_the_fields() -> None:
     assert faults[2] is not None and faults[2].startswith("invalid_answer: Invalid JSON")
 
 
+class Visit(BaseModel):
+    at: datetime.datetime
+    more: list[datetime.datetime]
+
+
+class Visits(BaseModel):
+    visits: list[Visit]
+
+
+def test_times_of_any_zone_are_those_of_utc() -> None:
+    texts = ["2026-01-02T03:00:00+02:00", "2026-01-02T01:00:00", "2026-01-02T01:00:00Z"]
+    visits = [{"at": text, "more": texts} for text in (*texts, "0001-01-01T00:00:00+02:00")]
+
+    table, faults = parsed(Visits, [json.dumps({"visits": visits})])
+
+    utc = datetime.datetime(2026, 1, 2, 1)
+    assert table["visits"].to_list()[0][:3] == [{"at": utc, "more": [utc] * 3}] * 3
+    assert faults == [None]
+
+
 def test_a_field_that_does_not_fit_is_named() -> None:
     _, faults = parsed(Place, ['{"city": "Bonn", "zip": "far"}'])
 
@@ -119,6 +142,47 @@ def test_equal_questions_about_equal_rows_are_equal_jobs(tmp_path: Path) -> None
     ]
     assert specs[0].content_hash() == specs[1].content_hash() != specs[2].content_hash()
     assert [each.name for each in tmp_path.iterdir() if each.name.startswith(".")] == []
+
+
+@pytest.mark.parametrize(
+    ("deployment", "model", "name", "place", "is_told"),
+    [
+        ("model: ./v1/m", None, "default", "v1/m", False),
+        ("model: ./v1/m", "./v1/m", "m", "v1/m", False),
+        ("model: ./v1/m", "./v2/m", "m", "v2/m", True),
+        ("{model: ./v1/m, served_model_name: prod}", "./v1/m", "prod", "v1/m", False),
+        ("{model: ./v1/m, served_model_name: prod}", "./v2/m", "prod", "v2/m", True),
+        ("engines: [{adapters: {sql: ./v1}}]", "sql", "sql", "v1", False),
+        ("engines: [{name: a}, {model: ./v2/m, served_model_name: b}]", "b", "b", "v2/m", False),
+        ("engines: [{name: a}, {model: ./v2/m, served_model_name: b}]", "v2/m", "b", "v2/m", False),
+        ("engines: [{attach: 'http://x'}]", "v2/m", "m", "v2/m", False),
+        ("model: tiny", None, "default", None, False),
+        ("model: tiny", "tiny", "tiny", None, False),
+        ("model: tiny", "acme/large", "acme/large", None, True),
+    ],
+)
+def test_a_model_is_its_files_and_asked_for_by_the_name_that_engines_serve(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    deployment: str,
+    model: str | None,
+    name: str,
+    place: str | None,
+    *,
+    is_told: bool,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in ("v1/m", "v2/m"):
+        Path(folder).mkdir(parents=True)
+    Path("batchrun.yaml").write_text(deployment)
+
+    found = served(model)
+    specs = [Question("{{ t }}", each).spec(Path("/r"), tmp_path) for each in (model, "v1", "v2")]
+
+    assert found[:2] == (name, place and str(tmp_path / place))
+    assert bool(found.flags) is is_told
+    assert specs[0].model == name
+    assert len({spec.content_hash() for spec in specs}) == 3 - (place == "v1")
 
 
 ORDERS: tuple[dict[str, JsonValue], ...] = (
@@ -179,6 +243,37 @@ def test_answers_of_another_model_are_not_taken_over(
     with pytest.raises(JobSpecError, match=line) if is_refused else nullcontext():
         job = prepare(Path("job.yaml"), home, record.id, is_shown=False)
         assert json.loads(job.spec)["continue_from"] == record.id
+
+
+def test_answers_are_found_behind_a_job_of_another_model_and_stay_apart_from_its(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    home = Home(tmp_path / "home[1]")
+    frame = frame_of(pl.DataFrame({"text": ["a", "b"]}))
+
+    def asked() -> Asked:
+        return ask(Question("{{ text }}"), frame, home, progress=False)
+
+    def answered(model: str, num_rows: int) -> JobRecord:
+        record = jobs.get(store, asked().begin(DaemonClient(home)))
+        reply = {"model": model, "choices": [{"message": {"content": model}}]}
+        body = json.dumps(reply).encode()
+        rows = [Outcome(record.id, row, 1, OutcomeKind.OK, body=body) for row in range(num_rows)]
+        results.commit(store, [(record.seq, outcome) for outcome in rows], now_s=0.0)
+        return jobs.start(store, record.id, now_s=0.0)
+
+    home.create()
+    with closing(open_store(home.store_location)) as store:
+        other = answered("another", 1)
+        whole = answered("tiny", 2)
+        jobs.begin_finalizing(store, whole.id, JobState.COMPLETED, now_s=0.0)
+        jobs.finish(store, whole.id, now_s=0.0)
+        ending = jobs.request_cancel(store, other.id, now_s=0.0)
+        for _ in range(2):
+            assert asked().found() == whole.id
+            assert asked().answers(whole.id, "raise")["response"].to_list() == ["tiny"] * 2
+            export(store, ending, links=home.inputs)
 
 
 JOB = """\

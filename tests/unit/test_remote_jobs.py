@@ -85,14 +85,22 @@ def test_equal_names_in_two_folders_are_two_files(bucket: ObjectStore, tmp_path:
     assert len(list(links.iterdir())) == 2
 
 
-def test_a_copy_that_is_gone_is_one_line_that_says_what_to_do(
+def test_a_copy_that_is_gone_is_fetched_again_if_it_is_what_it_was(
     bucket: ObjectStore, tmp_path: Path
 ) -> None:
     record, links = submit(tmp_path, bucket.write("lost.jsonl", b'{"text": "a"}'))
     next(links.iterdir()).unlink()
+    assert texts(record, links) == ["a"]
 
-    with pytest.raises(DataError, match=r"s3://bucket/lost.jsonl: .*resume JOB --accept-input"):
+    (copy,) = links.iterdir()
+    copy.unlink()
+    bucket.write("lost.jsonl", b'{"text": "b"}')
+    with pytest.raises(DataError, match=r"s3://bucket/lost.jsonl: changed .* --accept-input"):
         texts(record, links)
+    bucket.remove("lost.jsonl")
+    with pytest.raises(DataError, match=r"s3://bucket/lost.jsonl: there is no such object"):
+        texts(record, links)
+    assert list(links.iterdir()) == []
 
 
 def test_a_copy_goes_only_when_no_submission_can_count_on_it(

@@ -15,15 +15,20 @@ from job_builders import make_tree_job
 
 from batchrun.config import Deployment, load_deployment
 from batchrun.daemon.daemon import Daemon
+from batchrun.daemon.engine_link import Slot
 from batchrun.daemon.fleets import Fleets
 from batchrun.daemon.plugin import profile_path
+from batchrun.daemon.prices import speed_of
 from batchrun.daemon.supervisor import Supervisor
+from batchrun.engine.command import AttachedSettings
+from batchrun.engine.engine import AttachedEngine
 from batchrun.errors import ConfigError, StateError, StoreUnreachableError
 from batchrun.estimator.engine_capacity import CallLengths, fleet_capacity
 from batchrun.estimator.fits import FittedModel
 from batchrun.estimator.profile import CalibrationProfile, EngineIdentity, IdenticalSpread
 from batchrun.estimator.step_time import RooflineModel
 from batchrun.home import Home
+from batchrun.pool.row_queue import Window
 from batchrun.server.api.metrics import MetricsPage
 from batchrun.server.api.process import Foreground, serve
 from batchrun.server.api.replica_follower import ReplicaFollower
@@ -37,6 +42,7 @@ from batchrun.simulator.calibrate import (
     make_measured_engine,
 )
 from batchrun.store.database import Store
+from batchrun.types import EnginePhase
 
 LAW = RooflineModel(
     base_s=0.003, token_s=7.3e-5, pair_s=2.4e-9, weights_s=0.0114, context_s=9.4e-8, unhidden=0.25
@@ -176,6 +182,22 @@ async def test_for_a_job_that_is_due_before_a_replica_could_be_there_none_is_bou
     try:
         said = [await followed.pass_minute(60) for _ in range(2)][-1]
         assert (said["for_jobs"], said["cause"]) == (0, "min")
+    finally:
+        await followed.supervisor.close()
+
+
+async def test_engines_outside_a_fleet_do_their_part_of_a_job(store: Store, tmp_path: Path) -> None:
+    followed = follow(store, tmp_path, "on")
+    (fleet,) = followed.follower._followed
+    outside = AttachedEngine(AttachedSettings(name="one", url="http://127.0.0.1:9"))
+    outside.state = EnginePhase.READY
+    try:
+        assert followed.follower._part(fleet, "tiny") == 1.0
+        slot = Slot(outside, uses_priority=False, window=Window(16, 10**6), models=("tiny",))
+        slot.load.first_speed = 2 * speed_of(fleet.prices)
+        followed.daemon.slots = [*followed.daemon.slots, slot]
+        assert followed.follower._part(fleet, "tiny") == pytest.approx(0.5), "two of two wanted"
+        assert followed.follower._part(fleet, "large") == 1.0
     finally:
         await followed.supervisor.close()
 

@@ -6,6 +6,7 @@ import sqlite3
 from pathlib import Path
 
 import pytest
+from sqlalchemy import event
 from store_builders import answered, execute, fail_job, refused
 
 from batchrun.errors import StateError, StoreError, StoreLockedError, UnknownJobError
@@ -13,7 +14,7 @@ from batchrun.files import StoreLock
 from batchrun.store import jobs, results
 from batchrun.store.database import Store, open_store
 from batchrun.store.jobs import Counts, NewJob
-from batchrun.store.sqlite import refuse_network_file_system
+from batchrun.store.sqlite import NETWORK_FILE_SYSTEMS, refuse_network_file_system
 from batchrun.types import JobState, RowError
 
 
@@ -59,7 +60,7 @@ def test_a_job_does_not_end_with_an_output_that_was_written_before_it_went_on(
     jobs.start(store, job.id, now_s=2.0)
     expired = jobs.begin_finalizing(store, job.id, JobState.EXPIRED, now_s=2.5)
     jobs.pause(store, job.id, "by the user")
-    jobs.resume(store, job.id)
+    jobs.resume(store, job.id, now_s=2.6)
     complete = jobs.begin_finalizing(store, job.id, JobState.COMPLETED, now_s=3.0)
 
     with pytest.raises(StateError, match="went on while its output was written"):
@@ -67,6 +68,31 @@ def test_a_job_does_not_end_with_an_output_that_was_written_before_it_went_on(
     ended = jobs.finish(store, job.id, now_s=4.0, exported=complete)
 
     assert (ended.state, ended.finished_at) == (JobState.COMPLETED, 4.0)
+
+
+def test_a_job_is_counted_before_others_have_to_wait(tmp_path: Path) -> None:
+    """Also what comes between the two counts."""
+    store, other = (open_store(tmp_path / "store.db") for _ in range(2))
+    asked: list[str] = []
+    late: list[int] = []
+
+    def note(_connection: object, _cursor: object, statement: str, *_: object) -> None:
+        asked.append(statement)
+        if statement == "BEGIN IMMEDIATE" and late:
+            results.commit(other, [(job.seq, answered(late.pop(), "yes"))], now_s=3.0)
+
+    event.listen(store.engine, "before_cursor_execute", note)
+    for is_late in (False, True):
+        job = jobs.create(store, new_job(), now_s=1.0)
+        results.commit(store, [(job.seq, answered(0)), (job.seq, refused(1))], now_s=2.0)
+        jobs.request_cancel(store, job.id, now_s=2.5)
+        asked, late = [], [2] * is_late
+        counts = jobs.finish(store, job.id, now_s=4.0).counts
+        assert counts is not None and counts.num_done == 2 + is_late
+        in_the_lock = asked[asked.index("BEGIN IMMEDIATE") :]
+        assert any("sum(" in statement for statement in in_the_lock) == is_late
+    store.close()
+    other.close()
 
 
 def test_a_job_whose_output_may_be_written_takes_no_row_over_from_another(store: Store) -> None:
@@ -100,8 +126,8 @@ def test_a_paused_job_resumes_where_it_was(store: Store) -> None:
     for job in (early, late):
         assert jobs.pause(store, job.id, "by the user").reason == "by the user"
 
-    assert jobs.resume(store, early.id).state is JobState.VALIDATING
-    resumed = jobs.resume(store, late.id)
+    assert jobs.resume(store, early.id, now_s=3.0).state is JobState.VALIDATING
+    resumed = jobs.resume(store, late.id, now_s=3.0)
     assert (resumed.state, resumed.reason) == (JobState.RUNNING, None)
 
 
@@ -112,7 +138,7 @@ def test_a_terminal_job_never_changes(store: Store, move: str) -> None:
     moves = {
         "start": lambda: jobs.start(store, job.id, now_s=3.0),
         "pause": lambda: jobs.pause(store, job.id, "x"),
-        "resume": lambda: jobs.resume(store, job.id),
+        "resume": lambda: jobs.resume(store, job.id, now_s=2.6),
         "cancel": lambda: jobs.request_cancel(store, job.id, now_s=2.5),
         "finish": lambda: jobs.finish(store, job.id, now_s=3.0),
         "finalize": lambda: jobs.begin_finalizing(store, job.id, JobState.COMPLETED, now_s=2.5),
@@ -143,6 +169,7 @@ def test_results_are_read_back_in_row_order(store: Store) -> None:
     assert (first.row, first.body, first.error) == (0, b"blue", None)
     assert (last.row, last.body, last.error) == (2, None, RowError("bad_request", "too long", 400))
     assert list(results.done_rows(store, job.seq)) == [0, 2]
+    assert list(results.done_rows(store, job.seq, since_s=1e9)) == []
     assert results.count(store, job.seq) == Counts(1, 1, 10, 2, 5)
 
 
@@ -257,15 +284,19 @@ def test_the_lock_keeps_a_second_holder_out_until_released(tmp_path: Path) -> No
         pass
 
 
-@pytest.mark.parametrize(("point", "kind"), [("/", "nfs4"), ("{}", "fuse.sshfs"), ("{}", "cifs")])
+@pytest.mark.parametrize(
+    ("point", "kind"), [("/", "nfs4"), *(("{}", kind) for kind in sorted(NETWORK_FILE_SYSTEMS))]
+)
 def test_a_store_on_a_network_file_system_is_refused(tmp_path: Path, point: str, kind: str) -> None:
     folder = tmp_path / "my home"
     place = point.format(str(folder).replace(" ", "\\040"))
     mounts = tmp_path / "mounts"
     mounts.write_text(f"tmpfs /nowhere tmpfs rw 0 0\nserver:/export {place} {kind} rw 0 0\n")
 
-    with pytest.raises(StoreError, match=rf"on a network file system \({kind}\).*--home"):
-        refuse_network_file_system(folder, mounts)
+    (tmp_path / "link").symlink_to(folder)
+    for home in (folder, tmp_path / "link"):
+        with pytest.raises(StoreError, match=rf"on a network file system \({kind}\).*--home"):
+            refuse_network_file_system(home, mounts)
 
     mounts.write_text(f"server:/export /nowhere {kind} rw 0 0\n/dev/sda {place} ext4 rw 0 0\n")
     refuse_network_file_system(folder, mounts)

@@ -134,7 +134,7 @@ def test_a_job_that_walked_through_its_states_is_sound(
 ) -> None:
     job = jobs.create(store, NewJob("name", "{}", "{}", "hash", 3), now_s=0.0)
     jobs.pause(store, job.id, "wait")
-    jobs.resume(store, job.id)
+    jobs.resume(store, job.id, now_s=0.5)
     jobs.start(store, job.id, now_s=1.0)
     outcomes = [(job.seq, answered(2)), (job.seq, refused(0)), (job.seq, answered(1))]
     results.commit(store, outcomes, now_s=2.0)

@@ -57,6 +57,17 @@ def test_a_home_with_jobs_elsewhere_is_refused_and_unchanged(
     assert QUOTED_PASSWORD not in str(raised.value)
 
 
+def test_a_home_whose_database_is_at_another_port_is_refused(tmp_path: Path) -> None:
+    home = Home(tmp_path)
+    home.store_url_file.write_text("postgresql://u:p@h/d\n")
+
+    with pytest.raises(ConfigError, match=r"are in h/d, and batchrun\.yaml has `store` h:5433/d;"):
+        open_for(home, "postgresql://u:p@h:5433/d")
+
+    assert name_of("postgresql://h:5432/d") == "h/d"
+    assert name_of("postgresql:///d?host=h&port=5433") == "h:5433/d"
+
+
 @pytest.mark.parametrize("what", ["keys", "files"])
 def test_a_home_whose_keys_or_files_are_in_its_own_store_is_refused_too(
     url: str, tmp_path: Path, what: str

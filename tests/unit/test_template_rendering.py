@@ -122,6 +122,15 @@ def test_a_row_that_does_not_fit_is_a_row_error(
     assert str(caught.value) == f"row 41: {caught.value.row_error.message}"
 
 
+@pytest.mark.parametrize("value", [{"type": "string"}, {"column": "n"}, "x", None])
+def test_a_field_of_a_request_may_hold_what_is_called_image(value: object) -> None:
+    template = make_template(request={"metadata": {"image": value}})
+
+    body = template.render({"q": "hi"}, row_number=0)
+
+    assert (body["metadata"], template.columns_used) == ({"image": value}, ("q",))
+
+
 def test_text_without_end_is_stopped() -> None:
     piece = "x" * (1 << 20)
     template = make_template("{% for i in tags %}{{ q }}{% endfor %}")
@@ -195,6 +204,20 @@ def test_an_image_column_becomes_a_data_url(tmp_path: Path, form: str) -> None:
     assert template.columns_used == ("q", "image")
     expected = "data:image/png;base64," + base64.b64encode(PNG).decode()
     assert image_url_of(template, value) == expected
+
+
+def test_an_image_of_a_cached_data_set_is_a_link_to_its_blobs(tmp_path: Path) -> None:
+    cached, other = (tmp_path / f"datasets--acme--{name}" for name in ("set", "other"))
+    folder = cached / "snapshots" / "main" / "data"
+    folder.mkdir(parents=True)
+    for blobs in (cached / "blobs", other / "blobs"):
+        blobs.mkdir(parents=True)
+        (blobs / "0123").write_bytes(PNG)
+        (folder / f"{blobs.parent.name}.png").symlink_to(blobs / "0123")
+
+    assert image_url_of(image_template(folder), f"{cached.name}.png").startswith("data:image/png;")
+    with pytest.raises(RowRenderError, match="outside the folder"):
+        image_url_of(image_template(folder), f"{other.name}.png")
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from batchrun.estimator.engine_capacity import (
     EngineTrial,
     FleetCapacity,
     Promise,
+    fleet_capacity,
 )
 from batchrun.estimator.step_time import RooflineModel
 from batchrun.estimator.tide import (
@@ -62,6 +63,15 @@ def test_what_an_engine_holds_falls_with_the_work_of_calls_and_rises_with_what_i
     longer = trial(lengths(2_000, 100)).rate_per_s(1)
     cached = trial(lengths(2_000, 100, cached=1_500)).rate_per_s(1)
     assert longer < usual < cached
+
+
+def test_calls_that_no_engine_serves_in_time_are_load_and_not_judged() -> None:
+    prompts = np.where(np.arange(1_000) < 20, 12_000, 600)
+    mixed = trial(CallLengths(prompts, np.zeros_like(prompts), np.full(1_000, 150)))
+    one = fleet_capacity(mixed, 1.0, 1)
+    assert one.hopeless == pytest.approx(0.02)
+    assert one.work(1) > 1.5 * mixed.rate_per_s(1)
+    assert fleet_capacity(trial(lengths(30_000, 100)), 1.0, 1).hopeless == 1.0
 
 
 def test_engines_without_room_for_kv_hold_less() -> None:
@@ -156,14 +166,25 @@ def test_a_day_of_another_size_is_as_now_by_the_course_of_the_day_before() -> No
 
 def test_what_engines_are_believed_to_hold_is_corrected_by_what_callers_feel() -> None:
     correction = CapacityCorrection()
-    correction.learn(filled=0.5, missed=0.0)
+    correction.learn(0.5, 1000, 0)
     assert correction.factor == 1.0, "engines with little to do tell nothing"
     for _ in range(50):
-        correction.learn(filled=0.9, missed=0.0)
+        correction.learn(0.9, 1000, 0)
     assert 1.05 < correction.factor < 1.15
     for _ in range(20):
-        correction.learn(filled=0.9, missed=0.05)
+        correction.learn(0.9, 1000, 50)
     assert correction.factor < 1.0
+
+
+def test_a_late_call_among_few_says_nothing_of_what_engines_hold() -> None:
+    """0.5 % of calls are late, of 1 % that may be, and engines are half filled."""
+    correction, rng = CapacityCorrection(), np.random.default_rng(1)
+    for num_calls in rng.poisson(20, 1_440):
+        correction.learn(0.5, int(num_calls), int(rng.binomial(num_calls, 0.005)))
+    assert correction.factor == 1.0
+    for _ in range(50):
+        correction.learn(0.5, 20, 1)
+    assert correction.factor < 0.8, "engines that hold less than is believed are never filled"
 
 
 def ask(expected: float, high: float, *jobs: JobNeed, has_rows: bool = False) -> FleetNeeds:

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from batchrun.errors import StateError
+from batchrun.errors import StateError, StoreError
 from batchrun.home import Home
 from batchrun.server.api import upload
 from batchrun.server.api.errors import ApiError, Caller
@@ -26,6 +26,7 @@ from batchrun.server.api.upload import (
     Download,
     Transfers,
     UploadForm,
+    receive_file,
     size_told,
 )
 from batchrun.server.web.uploads import MAX_DRAFTS, Desk
@@ -63,6 +64,20 @@ def test_the_file_is_what_was_sent_in_pieces_of_any_size(step: int) -> None:
     assert found == content
     assert made.filename == "grün.jsonl"
     assert made.fields == {"purpose": "batch", "expires_after[anchor]": "created_at"}
+
+
+def test_a_file_may_have_an_extended_name_alone() -> None:
+    named = b"name=\"file\"; filename*=utf-8''gr%C3%BCn.jsonl"
+
+    assert read(form((named, b"x")))[0].filename == "grün.jsonl"
+
+
+async def test_a_disk_that_takes_no_upload_is_no_fault_of_its_caller(tmp_path: Path) -> None:
+    (tmp_path / "files").write_text("no folder")
+    headers = [(b"content-type", KIND.encode())]
+
+    with pytest.raises(StoreError):
+        await receive_file(Request({"type": "http", "headers": headers}), tmp_path / "files", None)
 
 
 @pytest.mark.parametrize(

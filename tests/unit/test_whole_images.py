@@ -1,4 +1,5 @@
-"""Models whose image tokens see each other: no chunk of a plan ends in an image."""
+"""No chunk of a plan ends in an image of a model whose image tokens see each other; and two images
+that do not fit beside each other stop nobody."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from vllm.config import VllmConfig
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 
+from batchrun.scheduling.policies import make_policy
 from batchrun.scheduling.view import EngineView, Plan
 from batchrun.vllm_plugin.scheduler import ColocatedScheduler
 
@@ -71,3 +73,23 @@ def test_an_image_longer_than_any_step_is_split_as_vllm_does() -> None:
     scheduler = with_images(2, token_budget=64, max_num_seqs=8)
 
     assert 500 in ends_of_chunks(scheduler)
+
+
+@pytest.mark.parametrize(("first", "queue"), [(1, "arrival"), (None, "slack-euclid")])
+def test_a_call_whose_image_finds_no_room_stops_nobody(first: int | None, queue: str) -> None:
+    """What is left of its prompt would fill the whole step."""
+    scheduler = rig.ours(rig.build(num_blocks=2_000, token_budget=512, max_num_seqs=16))
+    policy = make_policy("echo", queue, scheduler.state.settings.queue_options)
+    assert policy is not None
+    scheduler.take_over(policy)
+    scheduler.max_num_encoder_input_tokens = 800
+    scheduler.encoder_cache_manager = EncoderCacheManager(cache_size=800)
+    for name, row in (("first", first), ("second", None)):
+        image = MultiModalFeatureSpec(None, "image", name, PlaceholderRange(5, 800), "")
+        request = rig.make_request(name, 900, row=row, features=[image], max_tokens=4)
+        scheduler.add_request(request)
+        rig.step(scheduler)
+    scheduler.add_request(rig.make_request("text", 60))
+    for _ in range(100):
+        rig.step(scheduler)
+    assert not scheduler.requests

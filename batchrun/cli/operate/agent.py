@@ -160,7 +160,7 @@ def _start_in_background(home: Home, name: str, address: tuple[str, int]) -> Non
     flags = [word for word in sys.argv[1:flags_end] if word not in {"--detach", "-d"}]
     log_size = log_path.stat().st_size if log_path.exists() else 0
     record = process.spawn(
-        [sys.executable, "-m", "batchrun", *flags, *sys.argv[flags_end:]],
+        [sys.executable, "-P", "-m", "batchrun", *flags, *sys.argv[flags_end:]],
         env=dict(os.environ),
         log_path=log_path,
         record_path=record_path,

@@ -26,6 +26,7 @@ from batchrun.cli.console import (
 )
 from batchrun.config import Deployment
 from batchrun.control.starting import (
+    find_running,
     flags_of,
     read_deployment,
     stands_by,
@@ -33,8 +34,8 @@ from batchrun.control.starting import (
     stop_everything,
 )
 from batchrun.engine.process import stop_recorded
-from batchrun.errors import BatchrunError, ConfigError, InputError
-from batchrun.files import DAEMON, check_limits
+from batchrun.errors import BatchrunError, InputError
+from batchrun.files import DAEMON, StoreLock, check_limits
 from batchrun.home import Home
 
 
@@ -91,17 +92,18 @@ def _run_here(
     )
     logging.getLogger("alembic").setLevel(logging.WARNING)  # Else a line for each of its plug-ins.
     ready = f"online endpoint http://{listen}/v1"
+    home.create()
+    before = find_running(home)
     try:
         after_s: dict[int, float] = {
             signal.SIGINT: STOP_ALL_S,
             signal.SIGTERM: GATEWAY_STOP_S * with_gateway,
         }
         ended_by = serve(reread, home, Foreground(lambda: note(ready), after_s))
-    except ConfigError:
-        raise  # What ran before goes on.
     except BatchrunError:
-        if sys.stdin.isatty():
-            stop_everything(home)
+        # What ran before goes on, and so does all of a daemon that runs.
+        if sys.stdin.isatty() and StoreLock(home.store_lock).find_holder() is None:
+            stop_everything(home, spared=before)
         raise
     if ended_by == signal.SIGINT:
         note("stopping the gateway and the engines too (jobs go on with the next `batchrun up`)")

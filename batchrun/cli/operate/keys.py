@@ -279,7 +279,8 @@ def revoke(
     key: NameArgument, *, config: ConfigOption = None, home: HomeOption, as_json: JsonOption = False
 ) -> None:
     """Refuse a key from now on. Its files and batches stay, and running batches go on."""
-    done = _change(home, config, f"/keys/{key}/revoke", {}, lambda keys: keys.revoke(key))
+    path = f"/keys/{quote(key, safe='')}/revoke"
+    done = _change(home, config, path, {}, lambda keys: keys.revoke(key))
     answer(done, f"revoked {done['id']} {done['name']}", as_json=as_json)
 
 

@@ -46,8 +46,8 @@ class Guard:
 
     async def start(self) -> None:
         """Returns when an engine may be started. Raises EngineError when another agent has it."""
-        program = [sys.executable, "-m", "batchrun.engine.agent.guard", str(self._record_path)]
-        program.append(str(self._hung_s))
+        program = [sys.executable, "-P", "-m", "batchrun.engine.agent.guard"]
+        program += [str(self._record_path), str(self._hung_s)]
         pipe = asyncio.subprocess.PIPE
         self._process = await asyncio.create_subprocess_exec(
             *program, stdin=pipe, stdout=pipe, start_new_session=True

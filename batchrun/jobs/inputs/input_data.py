@@ -22,7 +22,13 @@ from batchrun.errors import DataError, JobSpecError, shortened, suggestion
 from batchrun.files import allow_many_open_files
 from batchrun.jobs.inputs.parquet import ParquetInput
 from batchrun.jobs.inputs.rows import BATCH_BYTES, FileState, InputFile, Row, Undecodable
-from batchrun.jobs.inputs.text_files import CsvInput, JsonArrayInput, JsonlInput, TsvInput
+from batchrun.jobs.inputs.text_files import (
+    CsvInput,
+    JsonArrayInput,
+    JsonlInput,
+    TextFile,
+    TsvInput,
+)
 from batchrun.jobs.job_file import input_files
 from batchrun.jobs.pin import InputPin, PinnedFile, even_block_ends, hash_blocks, pinned_path
 from batchrun.jobs.spec import InputSpec, JobSpec
@@ -83,6 +89,14 @@ class InputData:
             for file in files:
                 file.check_fits(schema)
 
+    def check_lines(self, progress: ProgressSink | None = None) -> None:
+        """Reads all of the text files. Raises DataError for the first record that is no row."""
+        for start, file in zip(self._starts.tolist(), self._files, strict=False):
+            if isinstance(file, TextFile):
+                for first_row, _ in file.iter_rows((), BATCH_BYTES):
+                    if progress is not None:
+                        progress("checking lines", start + first_row, self.num_rows)
+
     def iter_batches(
         self, columns: Sequence[str] | None = None, *, max_bytes: int = BATCH_BYTES
     ) -> Iterator[tuple[int, pa.RecordBatch]]:
@@ -122,6 +136,12 @@ class InputData:
             self._files[owner].refuse_changed()
             found.update(zip(positions, values, strict=True))
         return [found[position] for position in range(len(rows))]
+
+    def refuse_changed(self, rows: Sequence[int]) -> None:
+        """Raises DataError where a file of these rows was written to since it was opened."""
+        owners = np.searchsorted(self._starts, rows, side="right") - 1
+        for owner in np.unique(owners).tolist():
+            self._files[owner].refuse_changed()
 
     def row_id(self, row: Mapping[str, object], row_number: int) -> str:
         """The id of a row that was read with `id_column` among its columns."""

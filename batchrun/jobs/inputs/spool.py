@@ -333,6 +333,7 @@ class PlannedRows:
                 with contextlib.suppress(OSError):
                     self._copy.unlink()
                 raise
+        self._data.refuse_changed(rows)
         return [dict(zip(self._columns, values, strict=True)) for values in found]
 
     def close(self) -> None:

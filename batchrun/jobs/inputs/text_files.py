@@ -82,12 +82,6 @@ class TextFile(InputFile):
     @abstractmethod
     def _find_columns(self) -> Iterable[str]: ...
 
-    def refuse_changed(self) -> None:
-        """As of every file, unless a copy of its own is read."""
-        status = os.fstat(self._file.fileno())
-        if (status.st_dev, status.st_ino) == self.opened_as[:2]:
-            super().refuse_changed()
-
     def close(self) -> None:
         """Closes the file."""
         self._file.close()

@@ -14,6 +14,7 @@ from batchrun.jobs.inputs.input_data import BATCH_COLUMNS, no_column
 from batchrun.jobs.inputs.rows import Row
 from batchrun.jobs.job_file import CONTENT_KEYS, content_template, find_problems, unescaped
 from batchrun.jobs.prompts.templating import Compiler, Renderer, make_environment
+from batchrun.jobs.request_fields import BEAM_SEARCH
 from batchrun.jobs.spec import JobSpec
 from batchrun.media.images import IMAGE_CODE, ImageError, check_media
 from batchrun.types import RowError
@@ -137,6 +138,8 @@ def _image_folders(paths: Sequence[str]) -> list[Path]:
 
 
 def _refuse_empty(body: Mapping[str, object]) -> None:
+    if body.get("use_beam_search"):
+        raise ValueError(f"'use_beam_search' {BEAM_SEARCH}")
     if "messages" in body:
         _refuse_empty_messages(body["messages"])
         return

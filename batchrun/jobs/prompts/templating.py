@@ -54,13 +54,20 @@ def _confined(name: str, folders: Sequence[Path]) -> Path:
     for folder in folders:
         root = folder.resolve()
         path = (root / name).resolve()
-        if path.is_relative_to(root):
+        if path.is_relative_to(root) or _is_cached(path, root):
             outside = False
             if path.is_file():
                 return path
     if outside:
         raise ImageError(f"image {shortened(name)!r} lies outside the folder of the input file")
     raise ImageError(f"image {shortened(name)!r}: no such file beside the input file")
+
+
+def _is_cached(path: Path, folder: Path) -> bool:
+    """Whether it is what a data set's snapshot, in the Hugging Face cache, has links to."""
+    blobs, file_folders = path.parent, (folder, *folder.parents)
+    is_of_set = blobs.name == "blobs" and blobs.parent.name.startswith("datasets--")
+    return is_of_set and blobs.parent / "snapshots" in file_folders
 
 
 TEXT_LIMIT_CHARS = 64 << 20
@@ -196,7 +203,7 @@ class Compiler:
 
     def _mapping(self, key: str, value: dict[str, JsonValue], *, native: bool) -> Renderer:
         self.may_name_media |= not MEDIA_KEYS.keys().isdisjoint(value)
-        if isinstance(value.get("image"), dict):
+        if key.startswith("input.") and isinstance(value.get("image"), dict):
             self.may_name_media = True
             return self._image_part(f"{key}.image", value["image"])
         fields = {

@@ -22,7 +22,7 @@ from batchrun.errors import BatchrunError, ConfigError, MissingObjectError, Stor
 from batchrun.files import make_folder, scratch_folder, sync_folder, write_atomically
 from batchrun.home import UNLISTED, Home
 from batchrun.jobs import objects
-from batchrun.store import files
+from batchrun.store import batches, files
 from batchrun.store.check import Violation
 from batchrun.store.database import Store
 from batchrun.store.files import ID_PREFIX, FileRecord
@@ -278,13 +278,15 @@ def check_contents(store: Store, place: FileBytes) -> Iterator[Violation]:
 
 
 def remove_file(store: Store, place: FileBytes, file_id: str) -> None:
-    """Forget a file, then remove its bytes; a kill in between leaves a mark to go on from.
+    """Forget a file, then remove its bytes; a kill in between leaves a mark to go on from. So does
+    an input of batches that have not ended, until they have: the copy of it may be lost.
 
     Raises StoreError, and then the file is as it was.
     """
     place.mark(file_id)
     files.remove(store, file_id)
-    place.remove(file_id)
+    if not batches.is_input(store, file_id):
+        place.remove(file_id)
 
 
 def remove_expired(store: Store, place: FileBytes, *, now_s: float) -> list[FileRecord]:
@@ -304,8 +306,9 @@ def recover_files(store: Store, place: FileBytes) -> int:
 
 
 def sweep_files(store: Store, place: FileBytes) -> None:
-    """Finish what was put off while object storage did not answer. Raises StorageError."""
-    place.sweep(partial(_is_known, store))
+    """Finish what was put off while object storage did not answer, or a batch needed its input.
+    Raises StorageError."""
+    place.sweep(lambda each: _is_known(store, each) or batches.is_input(store, each))
 
 
 def _is_known(store: Store, file_id: str) -> bool:

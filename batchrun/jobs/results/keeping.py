@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,11 +17,13 @@ from pydantic import ValidationError
 from batchrun.errors import BatchrunError
 from batchrun.files import is_url
 from batchrun.jobs import objects
-from batchrun.jobs.pin import InputPin, PinnedFile, hash_blocks, link_name, pinned_path
+from batchrun.jobs.pin import InputPin, PinnedFile, hash_blocks, link_name, link_names, pinned_path
 from batchrun.jobs.results.output_parts import files_of
 from batchrun.jobs.spec import JobSpec
 from batchrun.jobs.submit import KEPT_NAME
+from batchrun.store.batches import BatchRecord, needs_kept_input
 from batchrun.store.check import Violation
+from batchrun.store.database import Store
 from batchrun.store.files import ID_PREFIX
 from batchrun.store.jobs import ID_ALPHABET, JobRecord
 
@@ -77,8 +80,8 @@ def find_unused_links(
         files = _pinned_files(record)
         if files is None:
             return []
-        names = {link_name(file) for file in files}
-        known |= {link_name(file) for file in files if not is_url(file.path)}
+        names = {name for file in files for name in link_names(file)}
+        known |= {name for file in files if not is_url(file.path) for name in link_names(file)}
         if record.results_removed_at is None:
             kept |= names
     found: list[UnusedLink] = []
@@ -96,6 +99,14 @@ def find_unused_links(
         if is_unused:
             found.append(UnusedLink(path, status.st_size if status.st_nlink == 1 else 0))
     return found
+
+
+def drop_input(store: Store, batch: BatchRecord, pin: str, *, links: Path) -> None:
+    """Remove what was kept of the input of a batch that did not start, unless another needs it."""
+    if not needs_kept_input(store, batch):
+        for file in InputPin.model_validate_json(pin).files:
+            with suppress(OSError):
+                (links / link_name(file)).unlink()
 
 
 def kept_files(links: Path) -> dict[str, list[Path]]:

@@ -228,9 +228,9 @@ def _add_jobs(control: APIRouter, daemon: Daemon, status: Status) -> None:
 
     @control.post("/foretell")
     async def predict(work: NewWork) -> dict[str, object]:
-        turns = daemon.dispatcher.assigner.turns
+        turns, waiting = daemon.dispatcher.assigner.turns, daemon.dispatcher.waiting
         tokens_per_s, seen_s = turns.pace
-        completion = turns.predict(work.weight, work.computed_tokens)
+        completion = turns.predict(work.weight, work.computed_tokens, waiting)
         return {
             "eta": None if completion is None else completion._asdict(),
             "computed_tokens_per_s": tokens_per_s,

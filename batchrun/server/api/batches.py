@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import get_args
 
@@ -35,8 +33,8 @@ from batchrun.server.api.errors import (
     wrong_type,
 )
 from batchrun.server.api.files import JsonObject, instant_of, list_object
-from batchrun.store import batches, files, results
-from batchrun.store.batches import BatchRecord, NewBatch
+from batchrun.store import batches, results
+from batchrun.store.batches import BatchRecord, NewBatch, WantedBatch
 from batchrun.store.jobs import Counts
 from batchrun.strict import parse_json
 from batchrun.types import JobState
@@ -238,12 +236,8 @@ class Batches:
             deadline_s=wanted.deadline_s,
             weight=wanted.weight,
         )
-        max_open, quota = caller.limits.concurrent_batches, caller.limits.stored_bytes
-        if quota is not None:
-            stored = partial(files.stored_bytes, now_s=time.time())
-            stored_bytes = await asyncio.to_thread(stored, self._daemon.store, caller.owner)
-            files.refuse_too_much(stored_bytes, 0, quota)
-        made = await self._daemon.submit_batch(wanted.batch, job, max_open)
+        limits = (caller.limits.concurrent_batches, caller.limits.stored_bytes)
+        made = await self._daemon.submit_batch(WantedBatch(wanted.batch, job, *limits))
         if made.request_hash != wanted.batch.request_hash:
             raise ApiError(
                 409, f"This Idempotency-Key was used for another request ({made.job.id})."

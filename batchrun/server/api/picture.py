@@ -140,8 +140,8 @@ class Status:
     def _predict(self) -> None:
         """When the running jobs will be done; nobody knows while offline work is switched off."""
         dispatcher = self.daemon.dispatcher
-        is_on = dispatcher.is_offline_on
-        self._completions = dispatcher.assigner.turns.completions() if is_on else {}
+        is_on, turns = dispatcher.is_offline_on, dispatcher.assigner.turns
+        self._completions = turns.completions(dispatcher.waiting) if is_on else {}
 
     async def _see_active(self) -> None:
         """Take down how far the jobs in memory are; that does not need the store."""
@@ -153,7 +153,7 @@ class Status:
         known = self._counted.get(record.seq)
         began_s = time.monotonic()
         if known is None or known.state is not record.state or known.until_s < began_s:
-            counts = await asyncio.to_thread(_count, self.daemon.store, record.seq)
+            counts = await asyncio.to_thread(_count, self.daemon.store, record)
             now_s = time.monotonic()
             lasts_s = math.inf if record.state.is_terminal else COUNT_REST * (now_s - began_s)
             known = self._counted[record.seq] = _Counted(record.state, now_s + lasts_s, counts)
@@ -187,9 +187,9 @@ class Status:
         }
 
 
-def _count(store: Store, job_seq: int) -> tuple[Counts, int]:
+def _count(store: Store, record: JobRecord) -> tuple[Counts, int]:
     """Ended rows and tokens of a job, and its answers that were cut."""
-    return results.count(store, job_seq), results.count_cut(store, job_seq)
+    return results.count(store, record.seq), results.count_cut(store, record)
 
 
 class _Counted(NamedTuple):

@@ -111,6 +111,8 @@ def serve(reread: Callable[[], Deployment], home: Home, foreground: Foreground) 
         lone, is_heir = lone_fleet(deployment), False
         lock = DaemonLock(store, wait_s=LEAD_WAIT_S + (SILENT_S if lone else 0))
         try:
+            # Recorded before it leads: `store check` and `gc` go by that.
+            place = open_file_bytes(home, deployment.files, store)
             keys.check(split_listen(deployment.listen)[0])
             keys.publish()
             is_heir = not _leads_at_once(lock)
@@ -125,7 +127,7 @@ def serve(reread: Callable[[], Deployment], home: Home, foreground: Foreground) 
                 if ended is not None:
                     return ended
             with _held(lock):
-                return _lead(deployment, home, store, reread, foreground, is_heir=is_heir)
+                return _lead(deployment, home, (store, place), reread, foreground, is_heir=is_heir)
         except StoreUnreachableError as error:
             if not is_heir and BEGAN_ANEW not in os.environ:
                 raise
@@ -223,19 +225,17 @@ def _stand_by_anew() -> NoReturn:
 def _lead(
     deployment: Deployment,
     home: Home,
-    store: Store,
+    kept: tuple[Store, FileBytes],
     reread: Callable[[], Deployment],
     foreground: Foreground,
     *,
     is_heir: bool,
 ) -> int:
     """`is_heir`: it stood by before, and engines that are not there now are waited for."""
-    place = open_file_bytes(home, deployment.files, store)
-    recover_files(store, place)
+    recover_files(*kept)
     remove_left_scratch(home.inputs)
     # What is imported stays: to look through it again and again would stop the loop for 70 ms.
     gc.freeze()
-    kept = store, place
     return uvloop.run(_run(deployment, home, kept, reread, foreground, is_heir=is_heir))
 
 

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any
@@ -129,6 +129,13 @@ class FollowedFleet:
                 self.forecast.add(load)
         self._totals = its
 
+    def hear(self, ready: Sequence[Slot]) -> None:
+        """What its engines tell of how much they run at once and take into a step."""
+        for link in (slot.link for slot in ready):
+            if link is not None and link.max_running and link.budget_tokens:
+                told = {"max_running": link.max_running, "budget_tokens": link.budget_tokens}
+                self.trial = replace(self.trial, room=replace(self.trial.room, **told))
+
     def feel(self, felt: Mapping[str, FeltCalls], num_ready: int) -> None:
         """How calls came to their callers by now, as counted since this daemon leads."""
         its = [felt[name] for name in self.config.replica_names if name in felt]
@@ -139,9 +146,9 @@ class FollowedFleet:
         first, late, answers, slow = (a - b for a, b in zip(now, before, strict=True))
         if not first:
             return
-        missed = max(late / first, slow / answers if answers else 0.0)
+        missed = max(late / first, slow / answers if answers else 0.0) - self.capacity.hopeless
         held = self.capacity.work(num_ready) * self.correction.factor
-        self.correction.learn(self.forecast.loads[-1] / held, missed)
+        self.correction.learn(self.forecast.loads[-1] / held, first, max(missed, 0.0) * first)
 
     def _work_s(self, now: EngineCalls, before: EngineCalls | None) -> float:
         """Engine-seconds of the calls that have ended since."""
@@ -223,7 +230,9 @@ class ReplicaFollower:
         self._looked_s = now_s
         for fleet in self._followed:
             fleet.take(self._calls.totals, elapsed_s, are_all_heard=self._calls.are_all_heard)
-            fleet.feel(self._calls.felt, len(self._ready(fleet)))
+            ready = self._ready(fleet)
+            fleet.hear(ready)
+            fleet.feel(self._calls.felt, len(ready))
             await fleet.find_capacity(self._lengths(fleet), now_s)
             self._decide(fleet, now_s)
         self._decided_s = now_s
@@ -248,7 +257,9 @@ class ReplicaFollower:
         # A fleet that is only told of goes on from what it would have by now.
         num_wanted = target if is_on else before
         decision = fleet.sizer.decide(now_s, num_wanted, asked, capacity)
-        view = self._fleets.advice[name] = _view(decision, fleet.correction.factor, is_on=is_on)
+        view = self._fleets.advice[name] = _view(
+            decision, fleet.correction.factor, capacity.hopeless, is_on=is_on
+        )
         if decision.replicas != before:
             log.info("fleet %s %s", name, view["says"])
         if is_on and decision.replicas != target:
@@ -268,10 +279,23 @@ class ReplicaFollower:
             has_rows |= not job.queue.is_finished
             left_s = job.left_s
             if fleet.replicas.start_s < left_s < math.inf:
-                work_s = job.left_work_s / speed_of(fleet.prices)
+                work_s = self._part(fleet, job.model) * job.left_work_s / speed_of(fleet.prices)
                 calls = fleet.forecast.mean_ahead(int(left_s / MINUTE_S))
                 needs.append(JobNeed(job.record.name, work_s, left_s, calls))
         return FleetNeeds(fleet.forecast.forecast(), needs, has_rows)
+
+    def _part(self, fleet: FollowedFleet, model: str) -> float:
+        """The fleet's share of a job's rows: engines outside it that serve the model have theirs,
+        by the speed that they showed."""
+        name, its, speed = fleet.config.name, self._ready(fleet), speed_of(fleet.prices)
+        wanted = self._fleets.advice.get(name, {}).get("replicas", self._fleets.target(name))
+        theirs = sum(
+            slot.load.speed if slot.load.is_speed_known else speed
+            for slot in self._daemon.slots
+            if slot not in its and slot.engine.state is EnginePhase.READY and slot.serves(model)
+        )
+        own = max(int(wanted), 1) * speed
+        return own / (own + theirs)
 
     def _ready(self, fleet: FollowedFleet) -> list[Slot]:
         """The replicas that take calls."""
@@ -319,16 +343,19 @@ def _followed(
     return FollowedFleet(config, replicas, trial, prices_of(profile.models[0]))
 
 
-def _view(decision: FleetDecision, correction: float, *, is_on: bool) -> JsonObject:
+def _view(
+    decision: FleetDecision, correction: float, hopeless: float, *, is_on: bool
+) -> JsonObject:
     """What `status` shows. `expected_engines` and `high_engines`: so many engines the calls fill in
     the minute for which a replica that starts now is ready; the profile's word counts `correction`
     times, by what callers felt."""
     says = "follows its calls" if is_on else "dry, would have by its calls"
+    late = f"; {hopeless:.1%} of its calls are late on any engine" if hopeless >= 0.001 else ""
     return {
         "replicas": decision.replicas,
         "cause": str(decision.cause),
         "reason": decision.reason,
-        "says": f"{says}: {decision.reason}",
+        "says": f"{says}: {decision.reason}{late}",
         "for_calls": decision.for_calls,
         "for_jobs": decision.for_jobs,
         "expected_engines": round(decision.expected, 3),

@@ -9,11 +9,14 @@ import asyncio
 import logging
 import math
 import os
+import re
 import sys
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO
+from urllib.parse import unquote_to_bytes
 
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
@@ -21,7 +24,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from batchrun.errors import OverloadedError
+from batchrun.errors import InputError, OverloadedError, StoreError
 from batchrun.files import PRIVATE_MODE, HashedFile, atomic_file, max_open_files
 from batchrun.jobs.batch import MAX_INPUT_BYTES
 from batchrun.jobs.inputs.rows import BOM, find_lines
@@ -35,6 +38,7 @@ log = logging.getLogger(__name__)
 FILE_FIELD = "file"
 TEXT_FIELDS = frozenset({"purpose", "expires_after[anchor]", "expires_after[seconds]"})
 MAX_FIELD_BYTES = 4_096
+_EXTENDED_NAME = re.compile(rb";\s*filename\*=utf-8''([^;\s]+)", re.IGNORECASE)
 
 
 class UploadForm:
@@ -112,6 +116,8 @@ class UploadForm:
 
     def _on_headers_finished(self) -> None:
         _, options = parse_options_header(self._disposition)
+        if extended := _EXTENDED_NAME.search(self._disposition):
+            options.setdefault(b"filename", unquote_to_bytes(extended[1]))
         self._name = options.get(b"name", b"").decode("utf-8", "replace")
         self._is_file = b"filename" in options and self._name == FILE_FIELD
         if not self._is_file and self._name not in self._text_fields:
@@ -275,13 +281,23 @@ def size_told(headers: Mapping[str, str]) -> int | None:
     return max(int(length) - MAX_FORM_BYTES, 0) if is_told else None
 
 
+@contextmanager
+def _spooled(path: Path) -> Iterator[BinaryIO]:
+    """As `atomic_file`, but a disk that takes nothing is no fault of who uploads."""
+    try:
+        with atomic_file(path, mode=PRIVATE_MODE) as file:
+            yield file
+    except InputError as error:
+        raise StoreError(str(error)) from None
+
+
 class Spool:
     """A file that is to be: written in threads, under its final name only when it is kept."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._exits = ExitStack()
-        self._file = HashedFile(self._exits.enter_context(atomic_file(path, mode=PRIVATE_MODE)))
+        self._file = HashedFile(self._exits.enter_context(_spooled(path)))
         self._waiting = bytearray()
 
     @property
@@ -298,7 +314,7 @@ class Spool:
             await self._flush()
 
     async def keep(self) -> None:
-        """Sync it and give it its name. Raises StoreFullError and InputError."""
+        """Sync it and give it its name. Raises StoreError."""
         await self._flush()
         await in_thread(self._exits.close)
 
@@ -316,7 +332,7 @@ async def receive_file(request: Request, folder: Path, owner: str | None) -> New
     """Write the file of a form into `folder`, under its new id; `owner` is the API key's id.
 
     When this returns, the file is on the disk, whole and synced; when it raises, nothing is left of
-    it. Raises ApiError, StoreFullError, OverloadedError and InputError.
+    it. Raises ApiError, StoreError and OverloadedError.
     """
     if request.headers.get("content-encoding", "identity").strip().lower() != "identity":
         raise ApiError(415, "Content-Encoding is not supported; send the file as it is")

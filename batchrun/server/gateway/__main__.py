@@ -73,7 +73,7 @@ async def supervise(
     fds = (create(num_workers), create_tally(num_workers))
     tally = Tally(fds[1], num_workers, num_workers)
     shared = (listen, f"--book-fd={fds[0]}", f"--tally-fd={fds[1]}")
-    command = [sys.executable, "-m", "batchrun.server.gateway", *argv, *shared]
+    command = [sys.executable, "-P", "-m", "batchrun.server.gateway", *argv, *shared]
     ready = [asyncio.Event() for _ in range(num_workers)]
     keepers = [
         asyncio.create_task(

@@ -186,7 +186,7 @@ class Desk:
         env = os.environ | {"BATCHRUN_HOME": str(self.home.path), "BATCHRUN_MODEL": self.model}
         if self.config is not None:
             env["BATCHRUN_CONFIG"] = str(self.config)
-        command = [sys.executable, "-m", "batchrun", *words, str(draft.folder / JOB_FILE)]
+        command = [sys.executable, "-P", "-m", "batchrun", *words, str(draft.folder / JOB_FILE)]
         async with self._working:
             process = await asyncio.create_subprocess_exec(
                 *command,

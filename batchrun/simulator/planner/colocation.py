@@ -391,6 +391,7 @@ def simulation_of(
     if calls is not None and not calls.duration_s:
         raise InputError(f"--trace {trace}: has no calls")
     kind = kind.with_context(CONTEXT_TOKENS)
-    return SimulatedFleet(
-        kind, len(deployment.engines), slo, calls, "" if trace is None else trace.name
+    num_engines = sum(
+        1 if each.ray is None else each.ray.replicas.min for each in deployment.engines
     )
+    return SimulatedFleet(kind, num_engines, slo, calls, "" if trace is None else trace.name)
