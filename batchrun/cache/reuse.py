@@ -41,8 +41,8 @@ class PrefixNode:
     by another branch, where the node ends is unknown: the innermost node of a row is then taken to
     cover the whole row, an outer one nothing (the inner one's values stand for it).
     `use` are the rows to come and the rank of the next, as the last of its rows said in the planned
-    order, that of `rank`. Once as many rows are announced as `overdue_at`, the next of its rows
-    does not come here any more.
+    order, that of `rank`. Once its job has announced as many rows as `overdue_at`, the next of
+    them does not come here any more.
     """
 
     branch: object
@@ -75,6 +75,7 @@ class HintedJob:
     nodes: dict[int, PrefixNode] = field(default_factory=dict)
     num_by_key: Counter[int] = field(default_factory=Counter)
     ended: dict[int, int] = field(default_factory=dict)
+    num_announced: int = 0
 
     def knows_better(self, said: NodeHint, rank: int) -> bool:
         """Whether a row behind this one in the planned order came before it, and told of the node.
@@ -96,7 +97,7 @@ MOST_SWAPPED = 4_096
 """Rows reach an engine in an order that differs from the planned one by less."""
 KEPT_ENDS = 256
 OVERDUE_ROWS = 8
-"""So many rows later than twice as late as expected, the next row of a node went elsewhere."""
+"""So many rows of a job later than twice as late as expected, a node's next row went elsewhere."""
 SWEPT_NODES = 2
 """Nodes are looked at for that in turn, so many whenever a row comes."""
 
@@ -119,8 +120,6 @@ class ReuseIndex:
         self._epoch = -1
         self._jobs: dict[str, HintedJob] = {}
         self._rows: dict[str, AnnouncedRow] = {}
-        self._num_announced = 0
-        self._to_sweep: dict[tuple[str, int], None] = {}
         self.blocks = self._tree.blocks
         self.tier = self._tree.tier
         self.keys_of = self._tree.keys_of
@@ -142,8 +141,8 @@ class ReuseIndex:
                 if row.key is not None:
                     job.num_by_key[row.key] += 1
                 self._count_row(row)
-                self._num_announced += 1
-                self._sweep()
+                job.num_announced += 1
+                self._sweep(job)
                 self._learn_nodes(job, hint, row.chain)
             row.requests.add(request_id)
             self._rows[request_id] = row
@@ -247,7 +246,6 @@ class ReuseIndex:
         for node_id, node in job.nodes.items():
             if node.num_blocks:
                 self._tree.drop_hint(node.chain[node.num_blocks - 1], (job.name, node_id))
-            self._to_sweep.pop((job.name, node_id), None)
         job.nodes.clear()
         job.is_counted = False
         self._forget_if_empty(job)
@@ -278,12 +276,11 @@ class ReuseIndex:
                 continue
             if node is None:
                 node = job.nodes[said.node] = PrefixNode(branch, chain)
-                self._to_sweep[job.name, said.node] = None
                 num_blocks = len(chain) if is_innermost else 0
             else:
                 num_blocks = node.learn(branch, chain)
             late = 2 * max(0, said.next_rank - hint.rank) + OVERDUE_ROWS
-            node.rank, node.overdue_at = hint.rank, self._num_announced + late
+            node.rank, node.overdue_at = hint.rank, job.num_announced + late
             node.use = (said.num_rows_to_come, said.next_rank)
             if said.num_rows_to_come > 0:
                 self._cover(job, said.node, node, num_blocks)
@@ -301,19 +298,17 @@ class ReuseIndex:
 
     def _drop(self, job: HintedJob, node_id: int, node: PrefixNode) -> None:
         """No row of the node is to come here any more."""
-        del job.nodes[node_id], self._to_sweep[job.name, node_id]
+        del job.nodes[node_id]
         self._cover(job, node_id, node, 0)
 
-    def _sweep(self) -> None:
+    def _sweep(self, job: HintedJob) -> None:
         """Drop nodes whose next row is overdue: it went to another engine, or ended before."""
-        for key in list(islice(self._to_sweep, SWEPT_NODES)):
-            job = self._jobs[key[0]]
-            node = job.nodes[key[1]]
-            if self._num_announced > node.overdue_at:
-                self._drop(job, key[1], node)
+        for node_id in list(islice(job.nodes, SWEPT_NODES)):
+            node = job.nodes[node_id]
+            if job.num_announced > node.overdue_at:
+                self._drop(job, node_id, node)
             else:
-                del self._to_sweep[key]
-                self._to_sweep[key] = None
+                job.nodes[node_id] = job.nodes.pop(node_id)
 
     def _take_fallen(self) -> list[RadixNode]:
         fallen = self._tree.fallen

@@ -23,7 +23,7 @@ from batchrun.cli.console import (
 )
 from batchrun.control.submitting import stored_job
 from batchrun.daemon.ending import export
-from batchrun.errors import DataError, InputError, StateError, StorageError
+from batchrun.errors import DataError, InputError, StateError, StorageError, StoreError
 from batchrun.files import check_place, is_url, name_of, scratch_folder
 from batchrun.home import Home
 from batchrun.jobs.pin import InputPin
@@ -162,7 +162,7 @@ def _ids_of(record: JobRecord, rows: Sequence[int], home: Home) -> Sequence[str]
     spec = JobSpec.model_validate_json(record.spec)
     try:
         data = open_submitted(record, spec, links=home.inputs)
-    except (DataError, StorageError):
+    except (DataError, StorageError, StoreError):
         return [str(row) for row in rows]
     with data:
         columns = [] if data.id_column is None else [data.id_column]

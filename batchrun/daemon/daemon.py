@@ -208,9 +208,9 @@ class Daemon:
         """
         record = await asyncio.to_thread(jobs.get, self.store, job_id)
         pin = await in_thread(pin_again, record, links=self.links) if accept_input else None
+        if accept_input:
+            await self.writer.flush()  # Answers to what it held are older than its acceptance.
         async with self._commands:
-            if accept_input:
-                await self.writer.flush()  # Answers to what it held are older than its acceptance.
             resume = partial(jobs.resume, now_s=time.time(), pin=pin)
             resumed = await asyncio.to_thread(resume, self.store, record.id)
             self._take_up(resumed)

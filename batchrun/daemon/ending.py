@@ -36,7 +36,12 @@ from batchrun.errors import (
 from batchrun.files import is_url, name_of, scratch_folder
 from batchrun.jobs.objects import in_thread
 from batchrun.jobs.results.batch_files import read_custom_ids, salvage_custom_ids, write_batch_files
-from batchrun.jobs.results.file_bytes import FileBytes, remove_expired, sweep_files
+from batchrun.jobs.results.file_bytes import (
+    FileBytes,
+    remove_expired,
+    remove_input,
+    sweep_files,
+)
 from batchrun.jobs.results.keeping import find_unused_links, find_unused_rows, kept_files, remove
 from batchrun.jobs.results.output_file import write_output
 from batchrun.jobs.results.output_parts import upload
@@ -95,8 +100,9 @@ log = logging.getLogger(__name__)
 
 FIRST_DELAY_S = 1.0
 LONGEST_DELAY_S = 30.0
-MAX_WRITING = 3
-"""Outputs that are written or uploaded at once: the threads are those of callers' files, too."""
+MAX_WRITING, MAX_EXPORTING = 3, 8
+"""Results of batches that are written or uploaded at once, and outputs of jobs, which may be long:
+the threads are those of callers' files, too."""
 
 Turn = Callable[[], AbstractAsyncContextManager[None]]
 """Within what it gives, an owner writes."""
@@ -208,6 +214,7 @@ async def _finish(store: Store, record: JobRecord, found: ResultFiles, place: Fi
     else:
         for file_id in _ids(found):
             await in_thread(place.settle, file_id)
+    await until_stored(remove_input, store, place, record.id)
 
 
 async def _drop(found: ResultFiles, place: FileBytes) -> None:
@@ -257,9 +264,11 @@ def _custom_ids(
     with ExitStack() as exits:
         try:
             data = exits.enter_context(open_submitted(record, spec, links=links))
-        except DataError as error:
+        except StorageUnreachableError:
+            raise
+        except (DataError, StorageError, StoreError) as error:
             if not is_input_lost:
-                raise
+                raise DataError(str(error)) from error
             log.warning("%s: ends without the custom ids of its input: %s", record.id, error)
         if data is None or is_input_lost:
             yield salvage_custom_ids(data, record.num_rows)
@@ -289,6 +298,7 @@ class JobEnd:
     files: FileBytes | None = None
     _closing: dict[int, asyncio.Lock] = field(default_factory=dict)
     _door: FairDoor = field(default_factory=partial(FairDoor, MAX_WRITING))
+    _exports: FairDoor = field(default_factory=partial(FairDoor, MAX_EXPORTING))
     retry_s: float = OUTPUT_RETRY_S
     _retry_at_s: dict[int, float] = field(default_factory=dict)
     _num_failures: Counter[int] = field(default_factory=Counter)
@@ -328,7 +338,7 @@ class JobEnd:
         """The output file, or the object that is made of it. Who cancels a job does not wait for
         object storage: its results can be written later."""
         work = partial(export, self.store, record, links=self.links, progress=stage)
-        turn = partial(self._door.passed, OPERATOR.id)
+        turn = partial(self._exports.passed, OPERATOR.id)
         place = record.output_path
         if not is_url(place):
             async with turn():

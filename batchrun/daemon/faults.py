@@ -341,12 +341,11 @@ class Doubts:
         if num_ok_then < self.num_ok:
             return self._ended(row)
         self._seen[row] = num_times + 1, self.num_ok
-        if self._are_alike(row, error):
-            if self.is_batch and error.status_code != UNAUTHORIZED:
-                if self._num_rests < MAX_RESTS:
-                    return Verdict.REST
-            elif not self._may_succeed(in_flight):
+        if self._are_alike(row, error) and not self._may_succeed(in_flight):
+            if not self.is_batch or error.status_code == UNAUTHORIZED:
                 return Verdict.JOB
+            if self._num_rests < MAX_RESTS:
+                return Verdict.REST
         return self._ended(row) if num_times >= MAX_DOUBTS else Verdict.UNKNOWN
 
     def rest_s(self, rng: random.Random) -> float:

@@ -39,7 +39,7 @@ from batchrun.jobs.job_file import CONTENT_KEYS
 from batchrun.jobs.objects import in_thread
 from batchrun.jobs.prompts.template import RequestTemplate, RowRenderError
 from batchrun.jobs.prompts.tokens import PLAIN_PROMPTS, PromptReader, read_prompts
-from batchrun.jobs.results.file_bytes import FileBytes
+from batchrun.jobs.results.file_bytes import FileBytes, remove_input
 from batchrun.jobs.results.keeping import drop_input
 from batchrun.jobs.spec import JobSpec, told_fields
 from batchrun.jobs.submit import open_submitted, plan_again, rows_file, source_of
@@ -294,15 +294,16 @@ class Opener:
         work: Callable[[], Awaitable[T]],
         progress: ProgressSink,
     ) -> T:
-        """Read an input in its owner's turn. Waits while object storage, the disk or the store does
-        not let it and the job's state stays."""
+        """Read an input in its owner's turn. A batch, which nobody can resume, waits while object
+        storage, the disk or the store does not let it and its state stays."""
         while True:
             try:
                 async with self._reading.passed(owner):
                     return await work()
             except (StorageUnreachableError, StoreError) as error:
                 log.warning("%s: %s", record.id, error)
-                if (await until_reached(jobs.get, self.store, record.id)).state is not record.state:
+                now = await until_reached(jobs.get, self.store, record.id)
+                if not record.is_batch or now.state is not record.state:
                     raise
                 progress(f"{record.state}, waiting for the input: {error}", 0, 0)
                 await asyncio.sleep(STORAGE_INTERVAL_S)
@@ -349,6 +350,8 @@ class Opener:
             else:
                 return
         await until_stored(batches.fail, self.store, batch_id, found, now_s=time.time())
+        if self.files is not None:
+            await until_stored(remove_input, self.store, self.files, batch_id)
 
     async def _check_lines(
         self, batch: BatchRecord, models: frozenset[str], progress: ProgressSink

@@ -110,6 +110,7 @@ _COMMON_ARGS = (
 _CPU_ARGS = ("--enforce-eager", "--dtype=float32")
 _KV_SIZE_ARGS = ("--kv-cache-memory-bytes", "--gpu-memory-utilization")
 _DEFAULT_ENV = {
+    "PYTHONSAFEPATH": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0",
@@ -353,6 +354,7 @@ def find_vllm(python: Path) -> VllmBuild | None:
     try:
         done = subprocess.run(
             [program, "-c", _PROBE],
+            env=os.environ | {"PYTHONSAFEPATH": "1"},
             capture_output=True,
             text=True,
             timeout=_PROBE_TIMEOUT_S,

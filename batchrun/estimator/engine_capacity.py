@@ -179,13 +179,16 @@ class EngineTrial:
     """Which of `lengths` are to keep the promise, the others are load; None: all."""
 
     def kept_alone(self) -> Bools:
-        """Which of `lengths` keep both bounds where nothing else runs."""
+        """Which of `lengths` keep the bound of the first token, and which that of the others, where
+        nothing else runs: two rows."""
         calls = self.lengths
         columns = (calls.prompt_tokens, calls.cached_tokens, calls.output_tokens)
         rows = zip(*(column.tolist() for column in columns), strict=True)
-        return np.array([self._is_kept_alone(*row) for row in rows])
+        return np.array([self._is_kept_alone(*row) for row in rows]).T
 
-    def _is_kept_alone(self, prompt_tokens: int, cached_tokens: int, output_tokens: int) -> bool:
+    def _is_kept_alone(
+        self, prompt_tokens: int, cached_tokens: int, output_tokens: int
+    ) -> tuple[bool, bool]:
         left, first_s = max(1, prompt_tokens - cached_tokens), 0.0
         while left > 0 and first_s <= self.promise.ttft_s:
             chunk = min(left, self.room.budget_tokens)
@@ -193,9 +196,8 @@ class EngineTrial:
             first_s += self.model.predict_s(StepLoad.of([(chunk, prompt_tokens - left, False)]))
         context = prompt_tokens + output_tokens // 2
         token_s = self.model.predict_s(StepLoad.of([(1, context, True)]))
-        return first_s <= self.promise.ttft_s and (
-            output_tokens <= 1 or token_s <= self.promise.tpot_s
-        )
+        is_fast = output_tokens <= 1 or token_s <= self.promise.tpot_s
+        return first_s <= self.promise.ttft_s, is_fast
 
     def kept(self, rate_per_s: float, num_engines: int) -> float:
         """The share of judged calls that keep both bounds, of so many a second to so many engines,
@@ -282,8 +284,9 @@ class FleetCapacity:
 
     work_by_size: Mapping[int, float]
     """Of all engines together, for at least one number of engines."""
-    hopeless: float = 0.0
-    """The share of calls that are late on engines without others too."""
+    hopeless: tuple[float, float] = (0.0, 0.0)
+    """The shares of calls whose first token, and whose others, are late on engines without others
+    too."""
 
     def work(self, num_engines: int) -> float:
         """That so many engines hold."""
@@ -306,9 +309,11 @@ def fleet_capacity(trial: EngineTrial, work_s: float, most: int) -> FleetCapacit
     """What up to `most` engines hold, means of some draws; a call's work is `work_s` on average.
     Calls that cannot keep their bounds are load, unless none can."""
     alone = trial.kept_alone()
-    if alone.any():
-        trial = replace(trial, judged=alone)
+    judged: Bools = np.logical_and.reduce(alone)
+    if judged.any():
+        trial = replace(trial, judged=judged)
     draws = [replace(trial, seed=trial.seed + number) for number in range(NUM_DRAWS)]
     sizes = [size for size in SIZES if size <= max(most, 1)]
     works = {size: work_s * fmean(each.rate_per_s(size) for each in draws) for size in sizes}
-    return FleetCapacity(works, 1 - float(alone.mean()))
+    first, others = (1 - alone.mean(axis=1)).tolist()
+    return FleetCapacity(works, (first, others))

@@ -192,6 +192,8 @@ CLEARLY = -1.0
 LEAST_LATE = 5.0
 """Minutes are judged together until so many calls may have been late: fewer may be by chance."""
 STEP, MOST_DOWN = 0.002, 10.0
+MOST_MINUTES = 10
+"""So many count of those that were judged together: a bad one among quiet ones is no bad hour."""
 LEAST_CORRECTION, MOST_CORRECTION = 0.6, 1.3
 
 
@@ -210,14 +212,14 @@ class CapacityCorrection:
     def learn(self, filled: float, num_calls: float, num_late: float) -> None:
         """In a minute calls filled such a share of what is believed, and so many were late."""
         self._minutes += 1
-        self._filled += filled
+        self._filled += filled * num_calls
         self._calls += num_calls
         self._late += num_late
         if self._calls * self.may_miss < LEAST_LATE:
             return
         room = max(1 - self._late / self._calls / self.may_miss, -MOST_DOWN)
-        if room <= CLEARLY or self._filled / self._minutes >= FILLED:
-            factor = self.factor * math.exp(STEP * room * self._minutes)
+        if room <= CLEARLY or self._filled / self._calls >= FILLED:
+            factor = self.factor * math.exp(STEP * room * min(self._minutes, MOST_MINUTES))
             self.factor = min(max(factor, LEAST_CORRECTION), MOST_CORRECTION)
         self._minutes, self._filled, self._calls, self._late = 0, 0.0, 0.0, 0.0
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +16,7 @@ from pathlib import Path
 import xxhash
 from pydantic import BaseModel, ConfigDict
 
-from batchrun.errors import DataError, StoreError
+from batchrun.errors import DataError, StoreError, StoreFullError
 from batchrun.files import is_url, make_folder, name_of, scratch_folder, sync_file, sync_folder
 from batchrun.jobs import objects
 from batchrun.jobs.spec import InputSpec
@@ -92,6 +93,8 @@ def fetch_missing(pin: InputPin, links: Path) -> None:
     for file in pin.files:
         link = links / link_name(file)
         if is_url(file.path) and not link.exists():
+            if shutil.disk_usage(links).free < file.size_bytes:
+                raise StoreFullError(f"{links}: no room for the copy of {file.path}")
             with scratch_folder(links) as scratch:
                 objects.fetch(file.path, scratch / "copy")
                 _verify(file, scratch / "copy")

@@ -8,6 +8,7 @@ one weigh as one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
@@ -155,25 +156,28 @@ class Peers:
         """Each with whether it is ready and whether it is eligible. Who was not ready before
         starts at the level of the least served of those that `engine` could serve: who waits for
         an engine of another model says nothing of what is fair here."""
-        awake, waking = list[float](), list[Tenant | JobAccount]()
+        lowest, awake = math.inf, list[float]()
+        waking: list[Tenant | JobAccount] = []
         for member, is_ready, is_eligible in members:
             if not is_ready:
                 member.is_awake = False
-            elif is_eligible and member.is_awake:
-                awake.append(member.level)
-            elif is_eligible:
-                waking.append(member)
-        level = min(awake) if awake else self.levels.get(engine, self.level)
-        self.levels[engine] = level
+            elif not member.is_awake:
+                waking += [member] * is_eligible
+            else:
+                lowest = min(lowest, member.level)
+                awake += [member.level] * is_eligible
+        if awake:
+            level = min(awake)
+        elif lowest < math.inf:
+            level = max(self.levels.get(engine, 0.0), lowest)
+        else:
+            level = max(self.levels.values(), default=0.0)
         for member in waking:
             member.wake_at(level)
             awake.append(member.level)
+        if awake:
+            self.levels[engine] = level
         self.least_level = min(awake, default=level)
-
-    @property
-    def level(self) -> float:
-        """Where a member starts on an engine that served none so far."""
-        return max(self.levels.values(), default=0.0)
 
 
 class JobShares:

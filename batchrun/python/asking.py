@@ -145,35 +145,40 @@ def _plain(value: object) -> JsonValue:
 
 
 class Served(NamedTuple):
-    """The id by which a question names a model, what that stands for where it is something else,
-    and what a deployment that is started needs to be told to serve it."""
+    """The id by which a question names a model, the folder that it was given as, and what a
+    deployment that is started needs to be told to serve it. `is_other`: engines of batchrun.yaml
+    serve something else by that id."""
 
     name: str
-    place: str | None
+    place: str | None = None
     flags: tuple[str, ...] = ()
+    is_other: bool = False
 
 
 def served(model: str | None) -> Served:
     """A model as the deployment of batchrun.yaml serves it, or would; None: its default."""
+    if model is None:
+        return Served(DEFAULT_MODEL)
     deployment = read_deployment(None)
     places: dict[str, str] = {}
-    for config in (each for each in deployment.engines if each.is_vllm):
+    for config in (each for each in deployment.engines if each.may_be_calibrated):
         own = deployment.for_engine(config)
         for known, where in ((own.model_name, own.model), *deployment.adapters_of(config).items()):
             places.setdefault(known, _place(where))
-    if model is None:
-        first = deployment.first_model_of(deployment.engines[0])
-        place = places.get(first or "")
-        return Served(DEFAULT_MODEL, None if place == first else place)
-    names = [model, *(name for name, where in places.items() if where == _place(model))]
+    place = _place(model)
+    folder = None if place == model else place
+    names = [model, *(name for name, where in places.items() if where == place)]
     name = next((each for each in names if each in places), None)
-    place = _place(model) if name is None else places[name]
-    flags: tuple[str, ...] = ()
-    if name is None and places:
-        name, flags = read_deployment(None, model=place).model_name, ("--model", place)
-    elif name is None:
-        name = Path(place).name if Path(place).is_absolute() else place
-    return Served(name, None if place == name else place, flags)
+    if name is not None:
+        return Served(name, folder)
+    name, are_ours = (
+        Path(place).name if folder else model,
+        all(each.may_be_calibrated for each in deployment.engines),
+    )
+    if not are_ours:
+        return Served(name, folder, is_other=name in places)
+    name = read_deployment(None, model=place).model_name
+    return Served(name, folder, ("--model", place), is_other=name in places)
 
 
 def _place(model: str) -> str:
@@ -280,9 +285,12 @@ def check_whole(view: Mapping[str, Any]) -> None:
 def deployment(
     model: str | None, home: Home, *, progress: bool
 ) -> AbstractContextManager[DaemonClient]:
-    """The deployment that runs, or one started for as long as calls need it."""
-    flags = () if DaemonClient(home).is_running() else served(model).flags
-    return deployment_up(home, flags, is_shown=progress)
+    """The deployment that runs, or one started for as long as calls need it. Raises InputError
+    where the one that runs has another model by that name."""
+    asked, is_running = served(model), DaemonClient(home).is_running()
+    if asked.is_other and (is_running or not asked.flags):
+        raise InputError(f"model {model}: engines of batchrun.yaml serve another as {asked.name!r}")
+    return deployment_up(home, () if is_running else asked.flags, is_shown=progress)
 
 
 def error_line(text: str | None) -> str | None:

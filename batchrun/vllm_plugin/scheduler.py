@@ -62,7 +62,7 @@ class ColocatedScheduler(AsyncScheduler):
         self.step_policy: Policy | None = None
         self.view_builder = ViewBuilder(self.state)
         self.plan = NO_PLAN
-        self._lacks_image_room = self._was_empty = False
+        self._lacks_image_room = self._stands_still = False
         self._begun_turns: set[str] = set()
         started = InForce(
             settings.policy, self.max_num_scheduled_tokens, online_queue=settings.online_queue
@@ -231,19 +231,35 @@ class ColocatedScheduler(AsyncScheduler):
         self._begin_step()
         output = super().schedule(throttle_prefills)
         self.state.queue.expose(())
-        self._was_empty = not output.total_num_scheduled_tokens
-        self._lacks_image_room = bool(self.max_num_encoder_input_tokens) and any(
-            tokens and request_id not in output.num_scheduled_tokens and self._has_image(request_id)
-            for request_id, tokens in self.plan.caps.items()
-        )
+        if self.max_num_encoder_input_tokens:
+            self._look_for_images(output)
         with self.state.surviving:
             self._note(output)
         return output
 
-    def _has_image(self, request_id: str) -> bool:
-        """Whether it is a call with images, or the like."""
-        view = self.state.views.get(request_id)
-        return view is not None and not view.is_offline and bool(view.handle.mm_features)
+    def _look_for_images(self, output: SchedulerOutput) -> None:
+        """Whether a call got none of the tokens that the plan has for it, since its next image does
+        not fit into vLLM's encoder cache; and whether no prompt got any."""
+        got, views = output.num_scheduled_tokens, self.state.views
+        self._lacks_image_room = any(
+            tokens and request_id not in got and self._is_kept_out(request_id)
+            for request_id, tokens in self.plan.caps.items()
+        )
+        self._stands_still = self._lacks_image_room and all(
+            request_id in views and views[request_id].is_decode for request_id in got
+        )
+
+    def _is_kept_out(self, request_id: str) -> bool:
+        view, cache = self.state.views.get(request_id), self.encoder_cache_manager
+        if view is None or view.is_offline:
+            return False
+        request: Request = view.handle
+        encoded, done = cache.get_cached_input_ids(request), request.num_computed_tokens
+        for number, feature in enumerate(request.mm_features or ()):
+            place = feature.mm_position
+            if number not in encoded and place.offset + place.length > done:
+                return bool(request.get_num_encoder_embeds(number) > cache.num_freeable_slots)
+        return False
 
     def _make_image_room(self) -> bool:
         """The last step had tokens for a call whose image found no room in vLLM's encoder cache:
@@ -301,7 +317,7 @@ class ColocatedScheduler(AsyncScheduler):
         calls are in the middle of, whatever runs goes on as vLLM has it."""
         state = self.state
         seen: EngineView | None = None
-        is_stuck = self._lacks_image_room and not self._make_image_room() and self._was_empty
+        is_stuck = self._lacks_image_room and not self._make_image_room() and self._stands_still
         places = self.max_num_active_reqs - self.num_waiting_for_streaming_input
         with state.surviving:
             seen = self.view_builder.view(

@@ -256,3 +256,13 @@ def test_rows_to_come_that_went_elsewhere_are_not_awaited_for_ever() -> None:
         index.finished(f"{row}")
         index.check()
     assert 0 < len(index.blocks) <= 5 * 3
+
+
+def test_rows_of_another_job_make_no_row_overdue() -> None:
+    index = ReuseIndex()
+    announce(index, "abx", 1, (7, 95, 2))
+    for row in range(100):
+        index.announce(f"other-{row}", row_hint(row, row, job="other"), chain_of("z"), 0.0)
+    index.finished("1")
+    assert counts(index, "ab") == [95, 95]
+    index.check()

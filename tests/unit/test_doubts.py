@@ -57,9 +57,11 @@ def test_so_few_rows_as_speak_for_none_end_with_their_errors(*, is_batch: bool) 
 
 def test_a_batch_rests_while_each_of_its_rows_is_refused() -> None:
     doubts = Doubts(is_batch=True)
-    verdicts = [doubts.judge(row, MODEL, {row, 99}) for _ in range(9) for row in range(50)]
+    verdicts = [doubts.judge(row, MODEL, {row}) for _ in range(9) for row in range(50)]
 
     assert verdicts == [UNKNOWN] * 2 + [REST] * 448
+    beside = Doubts(is_batch=True)
+    assert [beside.judge(row, MODEL, {row, 99}) for row in range(50)] == [UNKNOWN] * 50
     assert doubts.rest_s(Random(1)) <= FIRST_DELAY_S < doubts.rest_s(Random(1))
     rested_s = sum(doubts.rest_s(Random(1)) for _ in range(MAX_RESTS - 2))
     assert 300 < rested_s < 900

@@ -105,6 +105,7 @@ def test_the_environment_leaves_our_own_variables_out(tmp_path: Path) -> None:
     env = build_env(settings, {"PATH": "/bin", "BATCHRUN_API_KEY": "secret"})
     assert env == {
         "PATH": "/bin",
+        "PYTHONSAFEPATH": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "0",
         "OMP_NUM_THREADS": "2",
@@ -167,3 +168,13 @@ def test_a_port_in_use_is_named() -> None:
 def test_a_name_that_is_no_file_name_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError, match="engine name"):
         make_settings(tmp_path, name=name)
+
+
+def test_a_file_of_the_callers_is_no_module_of_pythons(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("json.py", "types.py"):
+        (tmp_path / name).write_text("raise SystemExit('of the caller')")
+    monkeypatch.chdir(tmp_path)
+
+    assert find_vllm(Path(sys.executable)) is not None

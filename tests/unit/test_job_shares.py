@@ -108,6 +108,17 @@ def test_a_late_job_starts_level_with_those_that_its_engine_serves() -> None:
     assert level(shares, "a") == 4_000
 
 
+def test_who_worked_on_one_engine_is_no_debtor_on_another() -> None:
+    """`a` had engine 0 to itself while engine 1 asked in vain; then `b` begins there, and `a`."""
+    shares = make_shares(1, quantum_tokens=100)
+    for row in range(50):
+        shares.holder(frozenset("a"), frozenset(), 1)
+        hand_out(shares, row, ready=frozenset("a"))
+    shares.join("b", 1, WorkLeft(0))
+    shares.holder(frozenset("ab"), frozenset("b"), 1)
+    assert level(shares, "a") == level(shares, "b") == 5_000
+
+
 def test_a_job_without_ready_rows_saves_up_no_credit() -> None:
     shares = make_shares(1, 1)
     for row in range(10):

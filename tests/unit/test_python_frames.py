@@ -144,21 +144,31 @@ def test_equal_questions_about_equal_rows_are_equal_jobs(tmp_path: Path) -> None
     assert [each.name for each in tmp_path.iterdir() if each.name.startswith(".")] == []
 
 
+PROD = "{model: ./v1/m, served_model_name: prod}"
+TWO = "engines: [{name: a}, {model: ./v2/m, served_model_name: b}]"
+ATTACHED = "engines: [{name: a}, {name: b, attach: 'http://x'}]"
+FLEET = "engines: [{name: f, ray: {}}]"
+
+
 @pytest.mark.parametrize(
-    ("deployment", "model", "name", "place", "is_told"),
+    ("deployment", "model", "name", "place", "is_told", "is_other"),
     [
-        ("model: ./v1/m", None, "default", "v1/m", False),
-        ("model: ./v1/m", "./v1/m", "m", "v1/m", False),
-        ("model: ./v1/m", "./v2/m", "m", "v2/m", True),
-        ("{model: ./v1/m, served_model_name: prod}", "./v1/m", "prod", "v1/m", False),
-        ("{model: ./v1/m, served_model_name: prod}", "./v2/m", "prod", "v2/m", True),
-        ("engines: [{adapters: {sql: ./v1}}]", "sql", "sql", "v1", False),
-        ("engines: [{name: a}, {model: ./v2/m, served_model_name: b}]", "b", "b", "v2/m", False),
-        ("engines: [{name: a}, {model: ./v2/m, served_model_name: b}]", "v2/m", "b", "v2/m", False),
-        ("engines: [{attach: 'http://x'}]", "v2/m", "m", "v2/m", False),
-        ("model: tiny", None, "default", None, False),
-        ("model: tiny", "tiny", "tiny", None, False),
-        ("model: tiny", "acme/large", "acme/large", None, True),
+        ("model: ./v1/m", None, "default", None, False, False),
+        ("model: ./v1/m", "./v1/m", "m", "v1/m", False, False),
+        ("model: ./v1/m", "./v2/m", "m", "v2/m", True, True),
+        (PROD, "./v1/m", "prod", "v1/m", False, False),
+        (PROD, "./v2/m", "prod", "v2/m", True, True),
+        (PROD, "acme/large", "prod", None, True, True),
+        (f"{PROD[:-1]}, {ATTACHED}}}", "large", "large", None, False, False),
+        (f"{{model: ./v1/m, {ATTACHED}}}", "./v2/m", "m", "v2/m", False, True),
+        ("engines: [{adapters: {sql: ./v1}}]", "sql", "sql", None, False, False),
+        (TWO, "b", "b", None, False, False),
+        (TWO, "v2/m", "b", "v2/m", False, False),
+        ("engines: [{attach: 'http://x'}]", "v2/m", "m", "v2/m", False, False),
+        (f"{PROD[:-1]}, {FLEET}}}", "./v1/m", "prod", "v1/m", False, False),
+        ("model: tiny", None, "default", None, False, False),
+        ("model: tiny", "tiny", "tiny", None, False, False),
+        ("model: tiny", "acme/large", "acme/large", None, True, False),
     ],
 )
 def test_a_model_is_its_files_and_asked_for_by_the_name_that_engines_serve(
@@ -170,7 +180,9 @@ def test_a_model_is_its_files_and_asked_for_by_the_name_that_engines_serve(
     place: str | None,
     *,
     is_told: bool,
+    is_other: bool,
 ) -> None:
+    """`is_told`: a deployment that is started; `is_other`: one that runs has another model."""
     monkeypatch.chdir(tmp_path)
     for folder in ("v1/m", "v2/m"):
         Path(folder).mkdir(parents=True)
@@ -180,9 +192,9 @@ def test_a_model_is_its_files_and_asked_for_by_the_name_that_engines_serve(
     specs = [Question("{{ t }}", each).spec(Path("/r"), tmp_path) for each in (model, "v1", "v2")]
 
     assert found[:2] == (name, place and str(tmp_path / place))
-    assert bool(found.flags) is is_told
+    assert (bool(found.flags), found.is_other) == (is_told, is_other)
     assert specs[0].model == name
-    assert len({spec.content_hash() for spec in specs}) == 3 - (place == "v1")
+    assert len({spec.content_hash() for spec in specs}) == 3
 
 
 ORDERS: tuple[dict[str, JsonValue], ...] = (

@@ -264,6 +264,7 @@ def test_the_body_of_a_batch_row_is_taken_as_it_is() -> None:
     "changes",
     [
         {"body": {"stream": True}},
+        {"body": {"use_beam_search": True}},
         {"body": "text"},
         {"method": "GET"},
         {"url": "/v1/embeddings"},

@@ -69,9 +69,9 @@ def test_calls_that_no_engine_serves_in_time_are_load_and_not_judged() -> None:
     prompts = np.where(np.arange(1_000) < 20, 12_000, 600)
     mixed = trial(CallLengths(prompts, np.zeros_like(prompts), np.full(1_000, 150)))
     one = fleet_capacity(mixed, 1.0, 1)
-    assert one.hopeless == pytest.approx(0.02)
+    assert one.hopeless == pytest.approx((0.02, 0.0))
     assert one.work(1) > 1.5 * mixed.rate_per_s(1)
-    assert fleet_capacity(trial(lengths(30_000, 100)), 1.0, 1).hopeless == 1.0
+    assert fleet_capacity(trial(lengths(30_000, 100)), 1.0, 1).hopeless == (1.0, 0.0)
 
 
 def test_engines_without_room_for_kv_hold_less() -> None:
@@ -182,9 +182,14 @@ def test_a_late_call_among_few_says_nothing_of_what_engines_hold() -> None:
     for num_calls in rng.poisson(20, 1_440):
         correction.learn(0.5, int(num_calls), int(rng.binomial(num_calls, 0.005)))
     assert correction.factor == 1.0
-    for _ in range(50):
+    for _ in range(100):
         correction.learn(0.5, 20, 1)
     assert correction.factor < 0.8, "engines that hold less than is believed are never filled"
+    after_a_night = CapacityCorrection()
+    for _ in range(480):
+        after_a_night.learn(0.1, 1, 0)
+    after_a_night.learn(0.9, 300, 60)
+    assert after_a_night.factor > 0.85
 
 
 def ask(expected: float, high: float, *jobs: JobNeed, has_rows: bool = False) -> FleetNeeds:

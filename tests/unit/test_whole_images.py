@@ -82,6 +82,8 @@ def test_a_call_whose_image_finds_no_room_stops_nobody(first: int | None, queue:
     policy = make_policy("echo", queue, scheduler.state.settings.queue_options)
     assert policy is not None
     scheduler.take_over(policy)
+    scheduler._planned_as = "echo", queue
+    scheduler.add_request(rig.make_request("decoding", 30, max_tokens=90))
     scheduler.max_num_encoder_input_tokens = 800
     scheduler.encoder_cache_manager = EncoderCacheManager(cache_size=800)
     for name, row in (("first", first), ("second", None)):

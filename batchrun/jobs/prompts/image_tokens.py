@@ -107,7 +107,8 @@ class Processor:
             child.communicate()
 
     def _start(self) -> subprocess.Popen[str]:
-        env = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+        env = os.environ | {"PYTHONSAFEPATH": "1", "HF_HUB_OFFLINE": "1"}
+        env["CUDA_VISIBLE_DEVICES"] = ""
         self._child = subprocess.Popen(
             self._command,
             stdin=subprocess.PIPE,

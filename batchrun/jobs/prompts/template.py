@@ -111,6 +111,7 @@ class RequestTemplate:
             raise ValueError(f"'url' is {row['url']!r} but the job's endpoint is {self._endpoint}")
         if body.get("stream"):
             raise ValueError("'stream' must not be set in a batch")
+        _refuse_beams(body)
         if body.get("model") in {None, "default"}:
             return {**body, "model": self._model}
         return body
@@ -137,9 +138,13 @@ def _image_folders(paths: Sequence[str]) -> list[Path]:
     return list(folders)
 
 
-def _refuse_empty(body: Mapping[str, object]) -> None:
+def _refuse_beams(body: Mapping[str, object]) -> None:
     if body.get("use_beam_search"):
         raise ValueError(f"'use_beam_search' {BEAM_SEARCH}")
+
+
+def _refuse_empty(body: Mapping[str, object]) -> None:
+    _refuse_beams(body)
     if "messages" in body:
         _refuse_empty_messages(body["messages"])
         return

@@ -289,6 +289,17 @@ def remove_file(store: Store, place: FileBytes, file_id: str) -> None:
         place.remove(file_id)
 
 
+def remove_input(store: Store, place: FileBytes, batch_id: str) -> None:
+    """A batch has ended: its input goes with it where its caller has deleted that meanwhile,
+    perhaps at another daemon. Raises StoreError."""
+    batch = batches.find(store, batch_id)
+    assert batch is not None
+    file_id = batch.input_file_id
+    if not _is_known(store, file_id) and not batches.is_input(store, file_id):
+        place.mark(file_id)
+        place.remove(file_id)
+
+
 def remove_expired(store: Store, place: FileBytes, *, now_s: float) -> list[FileRecord]:
     """Remove the files whose time is over; returns which."""
     expired = files.find_expired(store, now_s=now_s)

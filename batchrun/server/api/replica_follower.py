@@ -146,7 +146,8 @@ class FollowedFleet:
         first, late, answers, slow = (a - b for a, b in zip(now, before, strict=True))
         if not first:
             return
-        missed = max(late / first, slow / answers if answers else 0.0) - self.capacity.hopeless
+        of_first, of_others = self.capacity.hopeless
+        missed = max(late / first - of_first, slow / answers - of_others if answers else 0.0)
         held = self.capacity.work(num_ready) * self.correction.factor
         self.correction.learn(self.forecast.loads[-1] / held, first, max(missed, 0.0) * first)
 
@@ -258,7 +259,7 @@ class ReplicaFollower:
         num_wanted = target if is_on else before
         decision = fleet.sizer.decide(now_s, num_wanted, asked, capacity)
         view = self._fleets.advice[name] = _view(
-            decision, fleet.correction.factor, capacity.hopeless, is_on=is_on
+            decision, fleet.correction.factor, max(capacity.hopeless), is_on=is_on
         )
         if decision.replicas != before:
             log.info("fleet %s %s", name, view["says"])
@@ -292,7 +293,7 @@ class ReplicaFollower:
         theirs = sum(
             slot.load.speed if slot.load.is_speed_known else speed
             for slot in self._daemon.slots
-            if slot not in its and slot.engine.state is EnginePhase.READY and slot.serves(model)
+            if slot not in its and slot.is_usable and not slot.is_set_apart and slot.serves(model)
         )
         own = max(int(wanted), 1) * speed
         return own / (own + theirs)

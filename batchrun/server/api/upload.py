@@ -284,10 +284,17 @@ def size_told(headers: Mapping[str, str]) -> int | None:
 @contextmanager
 def _spooled(path: Path) -> Iterator[BinaryIO]:
     """As `atomic_file`, but a disk that takes nothing is no fault of who uploads."""
+    refused: InputError | None = None
     try:
         with atomic_file(path, mode=PRIVATE_MODE) as file:
-            yield file
+            try:
+                yield file
+            except InputError as error:
+                refused = error
+                raise
     except InputError as error:
+        if error is refused:
+            raise
         raise StoreError(str(error)) from None
 
 
