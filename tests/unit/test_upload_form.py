@@ -66,12 +66,6 @@ def test_the_file_is_what_was_sent_in_pieces_of_any_size(step: int) -> None:
     assert made.fields == {"purpose": "batch", "expires_after[anchor]": "created_at"}
 
 
-def test_a_file_may_have_an_extended_name_alone() -> None:
-    named = b"name=\"file\"; filename*=utf-8''gr%C3%BCn.jsonl"
-
-    assert read(form((named, b"x")))[0].filename == "grün.jsonl"
-
-
 async def test_a_disk_that_takes_no_upload_is_no_fault_of_its_caller(tmp_path: Path) -> None:
     (tmp_path / "files").write_text("no folder")
     headers = [(b"content-type", KIND.encode())]

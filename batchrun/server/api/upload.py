@@ -9,14 +9,12 @@ import asyncio
 import logging
 import math
 import os
-import re
 import sys
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
-from urllib.parse import unquote_to_bytes
 
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
@@ -38,7 +36,6 @@ log = logging.getLogger(__name__)
 FILE_FIELD = "file"
 TEXT_FIELDS = frozenset({"purpose", "expires_after[anchor]", "expires_after[seconds]"})
 MAX_FIELD_BYTES = 4_096
-_EXTENDED_NAME = re.compile(rb";\s*filename\*=utf-8''([^;\s]+)", re.IGNORECASE)
 
 
 class UploadForm:
@@ -116,8 +113,6 @@ class UploadForm:
 
     def _on_headers_finished(self) -> None:
         _, options = parse_options_header(self._disposition)
-        if extended := _EXTENDED_NAME.search(self._disposition):
-            options.setdefault(b"filename", unquote_to_bytes(extended[1]))
         self._name = options.get(b"name", b"").decode("utf-8", "replace")
         self._is_file = b"filename" in options and self._name == FILE_FIELD
         if not self._is_file and self._name not in self._text_fields:
