@@ -3,8 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# Three files at a time, which wait half of their time: what the tests of a file share is started once.
-BY_FILE := --numprocesses=3 --dist=loadfile --no-loadscope-reorder
+# Two files at a time: what the tests of a file share is started once.
+BY_FILE := --numprocesses=2 --dist=loadfile --no-loadscope-reorder
 
 .PHONY: setup setup-ray demo ablation plan test test-all test-nightly test-cluster test-cluster-nightly test-postgres check docs lock clean
 
