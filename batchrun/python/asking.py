@@ -171,11 +171,8 @@ def served(model: str | None) -> Served:
     name = next((each for each in names if each in places), None)
     if name is not None:
         return Served(name, folder)
-    name, are_ours = (
-        Path(place).name if folder else model,
-        all(each.may_be_calibrated for each in deployment.engines),
-    )
-    if not are_ours:
+    if not all(each.may_be_calibrated for each in deployment.engines):
+        name = Path(place).name if folder else model
         return Served(name, folder, is_other=name in places)
     name = read_deployment(None, model=place).model_name
     return Served(name, folder, ("--model", place), is_other=name in places)
