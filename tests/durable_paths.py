@@ -225,7 +225,8 @@ class Upload(DurableWay):
         assert {file.id for file in files.list_all(store)} >= set(acknowledged)
         listed = {file.id for file in files.list_all(store)}
         lying = {path.name for path in self.home.files.iterdir() if path.is_file()}
-        assert {name for name in lying if not name.endswith((".part", MARK))} == listed
+        going = {name.removesuffix(MARK) for name in lying if name.endswith(MARK)}
+        assert {each for each in lying - going if not each.endswith((".part", MARK))} == listed
 
 
 class BatchStart(DurableWay):

@@ -182,7 +182,10 @@ async def test_while_nothing_can_be_written_an_end_is_told_once(
 @pytest.mark.nightly
 def test_a_command_that_hangs_holds_up_no_job(rig: DeploymentRig) -> None:
     job = JOB_FILE + "on_done: [sleep, '3600']\n"
-    jobs = [rig.submit_rows("one", job=job.replace("sample", f"job {i}")) for i in range(6)]
+    jobs = [rig.submit_rows("one", job=job)]
+    for i in range(5):
+        rig.write_job(job.replace("sample", f"job {i}"))
+        jobs.append(rig.ask("submit", "job.yaml")["id"])
 
     assert [rig.wait_until_ended(job_id)["state"] for job_id in jobs] == ["completed"] * 6
     assert rig.ask("down")["stopped"] == ["daemon", "gateway", "engine 0"]
