@@ -130,6 +130,8 @@ def errors(
         "causes": groups[:limit],
     }
     answer(document, *shown, as_json=as_json)
+    if counts.num_failed > len(failed):
+        note(f"of the first {len(failed):,} of {counts.num_failed:,} failed rows")
     if len(groups) > limit and not as_json:
         note(f"{len(groups) - limit:,} more causes; --limit shows them")
 

@@ -18,7 +18,7 @@ from rich.table import Table
 from batchrun.cli.console import HomeOption, JsonOption, answer, figure, named_lines, out
 from batchrun.control.following import SafeConsole, num_done
 from batchrun.control.submitting import view_jobs
-from batchrun.errors import StoreError, UnknownJobError
+from batchrun.errors import StoreError
 from batchrun.home import Home
 from batchrun.types import JobState
 
@@ -148,7 +148,7 @@ def status(
     """Show engines and jobs: those that have not ended first, the newest before older ones."""
     most = None if is_all else MOST_ENDED
     if as_json or not watch:
-        picture = _picture(home, job)
+        picture = view_jobs(home, job)
         answer(picture, _render(picture, job, most), as_json=as_json)
         return
     if out.is_terminal:
@@ -180,14 +180,14 @@ class _Screen:
 
 def _fill_screen(home: Home, job: str | None, most: int | None) -> None:
     """Keep the terminal's other screen up to date until Ctrl-C, which brings the first one back."""
-    shown = _render(_picture(home, job), job, most)
+    shown = _render(view_jobs(home, job), job, most)
     console = SafeConsole(highlight=False, markup=False, emoji=False)
     with Live(_Screen(shown, None), console=console, screen=True, refresh_per_second=4) as live:
         while True:
             time.sleep(WATCH_INTERVAL_S)
             trouble = None
             try:
-                shown = _render(_picture(home, job), job, most)
+                shown = _render(view_jobs(home, job), job, most)
             except StoreError as error:
                 trouble = str(error)
             live.update(_Screen(shown, trouble))
@@ -198,7 +198,7 @@ def _print_changes(home: Home, job: str | None, most: int | None) -> None:
     has ended."""
     before = ""
     while True:
-        picture = _picture(home, job)
+        picture = view_jobs(home, job)
         with out.capture() as captured:
             out.print(_render(picture, job, most))
         if captured.get() != before:
@@ -207,17 +207,6 @@ def _print_changes(home: Home, job: str | None, most: int | None) -> None:
         if job is not None and all(JobState(v["state"]).is_terminal for v in picture["jobs"]):
             return
         time.sleep(WATCH_INTERVAL_S)
-
-
-def _picture(home: Home, job: str | None) -> dict[str, Any]:
-    """The daemon's snapshot, or what the store alone can tell."""
-    picture = view_jobs(home, job)
-    if job is not None:
-        wanted = [v for v in picture["jobs"] if v["id"].startswith(job) or v["name"] == job]
-        if not wanted:
-            raise UnknownJobError(f"{job}: no such job; `batchrun status` lists the jobs")
-        picture["jobs"] = wanted
-    return picture
 
 
 def _head_lines(picture: dict[str, Any]) -> Iterator[str]:

@@ -208,8 +208,20 @@ def go_on(job_id: str, client: DaemonClient) -> dict[str, Any]:
 
 
 def view_jobs(home: Home, job: str | None = None) -> dict[str, Any]:
-    """The daemon's snapshot, or what the store alone can tell of the jobs, oldest first; `job`, an
-    id, the beginning of one or a name, is among them however long ago it ended."""
+    """The daemon's snapshot, or what the store alone can tell of the jobs, oldest first; given
+    `job`, which is as in `jobs.get`, of that one alone. Raises UnknownJobError."""
+    picture = _view_jobs(home, job)
+    if job is not None:
+        views, is_prefix = picture["jobs"], len(job) >= jobs.LEAST_PREFIX_CHARS
+        by_id = [view for view in views if is_prefix and view["id"].startswith(job)]
+        meant = by_id or [view for view in views if view["name"] == job]
+        if not meant:
+            raise UnknownJobError(f"{job}: no such job; `batchrun status` lists the jobs")
+        picture["jobs"] = meant[-1:]
+    return picture
+
+
+def _view_jobs(home: Home, job: str | None) -> dict[str, Any]:
     asked = "" if job is None else f"?job={quote(job, safe='')}"
     try:
         return DaemonClient(home, timeout_s=LOOK_WAIT_S).get(f"/status{asked}")

@@ -409,13 +409,15 @@ EXPIRY_INTERVAL_S = 60.0
 async def remove_old_results(
     store: Store, links: Path, kept_in: Sequence[Path], *, age_s: float | None
 ) -> None:
-    """Remove, now and every hour, what is kept of jobs that have ended, and unless `age_s` is None
-    the results of those that ended so long ago, and the links of inputs and rows in `kept_in` that
-    nothing needs; cancel to end."""
+    """Remove, now and every hour, what is kept of jobs that have ended, uploads that never became
+    one, and unless `age_s` is None the results of those that ended so long ago, and the links of
+    inputs and rows in `kept_in` that nothing needs; cancel to end."""
     while True:
         try:
             await asyncio.to_thread(_remove_left, store, links)
-            if age_s is not None:
+            if age_s is None:
+                await asyncio.to_thread(_remove_drafts, store, kept_in)
+            else:
                 await asyncio.to_thread(_remove, store, links, kept_in, age_s)
         except (StoreError, OSError) as error:
             log.error("what is old could not be removed: %s", error)
@@ -444,6 +446,13 @@ def _remove_left(store: Store, links: Path) -> None:
             if record.id == job_id and record.state.is_terminal:
                 for path in paths:
                     path.unlink(missing_ok=True)
+
+
+def _remove_drafts(store: Store, kept_in: Sequence[Path]) -> None:
+    """Only the page's drafts are folders among what is kept; those with answers were jobs."""
+    for draft in find_unused_rows(jobs.list_jobs(store), kept_in=kept_in, now_s=time.time()):
+        if draft.path.is_dir() and not any(draft.path.glob("answers.*")):
+            remove(draft)
 
 
 def _remove(store: Store, links: Path, kept_in: Sequence[Path], age_s: float) -> None:

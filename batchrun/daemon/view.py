@@ -71,7 +71,7 @@ and the daemon has other work."""
 
 def view_stored(store: Store, job: str | None = None) -> dict[str, object]:
     """The jobs as the store alone has them, oldest first, and how many more have ended; among them
-    those that `job` means. Raises StoreError."""
+    the one that `job` means. Raises UnknownJobError, StoreError."""
     records, num_more = jobs.list_shown(store, MOST_ENDED, job)
     return {"jobs": _view_records(store, records), "num_more_ended": num_more}
 

@@ -20,7 +20,7 @@ from batchrun.control.submitting import (
     stored_job,
     view_jobs,
 )
-from batchrun.errors import DaemonUnavailableError, StateError, UnknownJobError
+from batchrun.errors import DaemonUnavailableError, StateError
 from batchrun.files import is_url
 from batchrun.home import Home
 from batchrun.jobs.results.output_parts import files_of
@@ -42,10 +42,7 @@ class Job:
         try:
             return DaemonClient(self.home).get(f"/jobs/{self.id}")
         except DaemonUnavailableError:
-            views = {view["id"]: view for view in view_jobs(self.home, self.id)["jobs"]}
-        if self.id not in views:
-            raise UnknownJobError(f"{self.id}: no such job in {self.home.path}")
-        return dict(views[self.id])
+            return dict(view_jobs(self.home, self.id)["jobs"][0])
 
     def wait(self, *, progress: bool = True, timeout_s: float | None = None) -> Self:
         """Wait until it has completed; one that is paused goes on. A deployment is started, and

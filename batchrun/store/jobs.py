@@ -104,6 +104,7 @@ OPEN = [str(state) for state in JobState if not state.is_terminal]
 """Found by their index, of which `not in` makes no use."""
 ID_ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
 ID_LENGTH = 10
+LEAST_PREFIX_CHARS = len("job_") + 2
 LEADER_SETTING, LEADER_GATEWAY_SETTING = "leader", "leader gateway"
 ENDED_PREFIX = "ended:"
 """With it and a job's id begins the key of the setting that stands until its end was told."""
@@ -350,7 +351,7 @@ def get(store: Store, job_id: str) -> JobRecord:
     """
     with store.read() as connection:
         found = connection.execute(select(jobs).where(jobs.c.id == job_id)).all()
-        if not found and len(job_id) >= len("job_") + 2:
+        if not found and len(job_id) >= LEAST_PREFIX_CHARS:
             found = connection.execute(
                 select(jobs).where(jobs.c.id.startswith(job_id, autoescape=True)).limit(2)
             ).all()
@@ -375,13 +376,13 @@ def list_jobs(store: Store, *, only: Sequence[JobState] | None = None) -> list[J
 def list_shown(
     store: Store, most_ended: int, also: str | None = None
 ) -> tuple[list[JobRecord], int]:
-    """Every job that has not ended, the newest of those that have, and those whose name is `also`
-    or whose id begins so, oldest first; and how many others have ended."""
+    """Every job that has not ended, the newest of those that have, and the one that `get` finds for
+    `also`, oldest first; and how many others have ended. Raises UnknownJobError."""
     has_ended = jobs.c.state.in_(ENDED)
     newest = select(jobs.c.seq).where(has_ended).order_by(jobs.c.seq.desc()).limit(most_ended)
     is_shown = or_(~has_ended, jobs.c.seq.in_(newest))
     if also is not None:
-        is_shown |= or_(jobs.c.id.startswith(also, autoescape=True), jobs.c.name == also)
+        is_shown |= jobs.c.id == get(store, also).id
     with store.read() as connection:
         found = connection.execute(select(jobs).where(is_shown).order_by(jobs.c.seq))
         shown = [record_of(row) for row in found]

@@ -7,23 +7,35 @@ import json
 import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import AsyncExitStack, aclosing
+from contextlib import AsyncExitStack, aclosing, closing
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any, cast
 
 import aiohttp
+import httpx
 import pytest
 import pytest_asyncio
 from aiohttp import web
 from starlette.exceptions import HTTPException
+from store_builders import add_batch
 
+from batchrun.config import load_deployment
+from batchrun.daemon.daemon import Daemon
 from batchrun.daemon.engine_link import EngineLink
+from batchrun.daemon.supervisor import Supervisor
 from batchrun.daemon.view import view_engine, view_job
+from batchrun.daemon.writer import Stage
+from batchrun.engine.engine import AttachedEngine
 from batchrun.engine.sockets import EngineSockets
+from batchrun.errors import NotLeadingError, StoreUnreachableError
 from batchrun.hints import SloBounds
-from batchrun.server.api.errors import Caller
+from batchrun.home import Home
+from batchrun.jobs.batch import new_batch_job
+from batchrun.server.api.errors import STANDS_BY, Caller, for_strangers
+from batchrun.server.api.picture import Status
+from batchrun.server.api.standby import LocalServer, Standby, make_app
 from batchrun.server.api.upload import Transfers
 from batchrun.server.gateway.admission import ApiKey, KeyRing
 from batchrun.server.gateway.dashboard import SESSION_S, Sessions, read_or_make_secret
@@ -53,12 +65,16 @@ from batchrun.server.web.pages import (
 )
 from batchrun.server.web.sight import VIEWS, Sight
 from batchrun.server.web.uploads import Desk
+from batchrun.store import jobs, results
 from batchrun.store.api_keys import KeyUsage
+from batchrun.store.batches import NewBatch
+from batchrun.store.database import open_store
 from batchrun.store.jobs import Counts, JobRecord
-from batchrun.types import JobState
+from batchrun.types import JobState, Outcome, OutcomeKind, RowError
 from batchrun.wire import CostTelemetry, FeltCalls, KvTelemetry, Telemetry
 
 NOW_S = 1_700_000_000.0
+CHAT = "/v1/chat/completions"
 
 
 def make_ring(*names: str) -> KeyRing:
@@ -135,6 +151,15 @@ def test_samples_survive_and_stay_bounded(tmp_path: Path) -> None:
     assert again.samples[0].kv["0"].reserve == 5
 
 
+def test_a_file_that_earlier_daemons_left_too_long_is_written_anew(tmp_path: Path) -> None:
+    path = tmp_path / "history.jsonl"
+    path.write_bytes(b"".join(page_history._line(Sample(float(at))) for at in range(25)))
+
+    History(path, most=10).add(Sample(25.0))
+
+    assert len(path.read_bytes().splitlines()) == 10
+
+
 def test_a_disk_that_takes_nothing_costs_no_sample_in_memory(tmp_path: Path) -> None:
     history = History(tmp_path / "no folder" / "history.jsonl")
     history.add(Sample(1.0))
@@ -150,6 +175,121 @@ def test_a_chart_has_few_points_and_the_newest(tmp_path: Path) -> None:
 
     assert len(times) <= CHART_POINTS
     assert (times[-1], rows[-1]) == (849.0, 849.0)
+
+
+def test_a_chart_covers_half_an_hour_breaks_at_gaps_and_only_rises(tmp_path: Path) -> None:
+    history = History(tmp_path / "history.jsonl")
+    ats = (100.0, 3_000.0, 3_002.0, 3_500.0, 3_502.0, 3_504.0, 3_501.0, 3_503.0)
+    history._samples.extend(Sample(at, rows_per_s=at) for at in ats)
+
+    times, rows = history.chart(lambda sample: [sample.rows_per_s])
+
+    assert times == [3_000.0, 3_002.0, 3_004.0, 3_500.0, 3_501.0, 3_503.0]
+    assert rows == [3_000.0, 3_002.0, None, 3_500.0, 3_501.0, 3_503.0]
+
+
+@pytest_asyncio.fixture
+async def sight(tmp_path: Path) -> AsyncIterator[Sight]:
+    """What the page sees of a daemon with an engine that is not there."""
+    config = tmp_path / "batchrun.yaml"
+    config.write_text(json.dumps({"engines": [{"attach": NOWHERE}]}))
+    home = Home(tmp_path / "home")
+    home.create()
+    supervisor = Supervisor(load_deployment(config), home, {})
+    figures = GatewayFigures(NOWHERE, "secret")
+    with closing(open_store(home.store_location)) as store:
+        daemon = Daemon(store, supervisor.slots, home.inputs)
+        status = Status(daemon, supervisor, figures)
+        yield Sight(daemon, status, home, History(home.history), figures, "cost")
+        await supervisor.close()
+
+
+NOWHERE = "http://127.0.0.1:9"
+USER = Caller("key_a", "key_a")
+
+
+def add_batch_of_user(sight: Sight) -> JobRecord:
+    job = new_batch_job(Path("/srv"), CHAT, deadline_s=60.0, weight=1.0)
+    batch = NewBatch("file-1", CHAT, "24h", None, None, "h", owner=USER.owner)
+    return add_batch(sight.daemon.store, batch, job, now_s=1.0).job
+
+
+async def test_a_user_key_sees_no_place_of_the_deployment_s(sight: Sight) -> None:
+    job = add_batch_of_user(sight)
+    sight.daemon.stages[job.id] = Stage(f"running, waiting to upload: s3://secret: {NOWHERE}")
+    error = RowError("connection_error", f"no answer from the engine at {NOWHERE}")
+    failed = Outcome(job.id, 0, 1, OutcomeKind.ROW_ERROR, error=error)
+    results.commit(sight.daemon.store, [(job.seq, failed)], now_s=2.0)
+
+    seen, told = [await sight.job(caller, job.id) for caller in (USER, Caller())]
+
+    assert "s3://secret" in str(told) and NOWHERE in str(told)
+    assert seen["job"]["stage"] == "running, waiting to upload"
+    assert seen["causes"][0]["message"] == "no answer from the engine"
+    assert NOWHERE not in str(seen)
+
+    async def fail() -> str:
+        raise StoreUnreachableError("nothing answers at db.example:5432")
+
+    pages = Pages(sight, cast(Desk, None), Transfers("downloads", 1))
+    seen_after, told_after = [await pages.act(caller, fail) for caller in (USER, Caller())]
+    assert b"db.example" in told_after.body
+    assert b"database does not answer" in seen_after.body and b"db.example" not in seen_after.body
+
+
+async def test_restarts_are_counted_though_nobody_looks(
+    sight: Sight, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page_history, "SAMPLE_S", 0.01)
+    desk = Desk(sight.home, None, "model", Transfers("uploads", 1))
+    watching = asyncio.create_task(Pages(sight, desk, Transfers("downloads", 1)).watch())
+    engine = sight.daemon.slots[0].engine
+    assert isinstance(engine, AttachedEngine)
+    for started in (1, 2, 3):
+        engine.started, num_seen = started, len(sight.history.samples)
+        while len(sight.history.samples) < num_seen + 2:
+            await asyncio.sleep(0.01)
+    watching.cancel()
+
+    (view,) = (await sight.see("engines", Caller(), None))["engines"]
+    assert view["num_restarts"] == 2
+
+
+async def test_who_asks_for_a_job_that_ended_long_ago_gets_it_while_others_ask(
+    sight: Sight, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("batchrun.server.api.picture.MOST_ENDED", 1)
+    store, ended = sight.daemon.store, [add_batch_of_user(sight) for _ in range(2)]
+    for job in ended:
+        jobs.request_cancel(store, job.id, now_s=2.0)
+        jobs.finish(store, job.id, now_s=3.0)
+
+    both = asyncio.Barrier(2)
+
+    async def answer(_: web.BaseRequest) -> web.Response:
+        await both.wait()
+        return web.Response(status=503)
+
+    server = await asyncio.get_running_loop().create_server(web.Server(answer), "127.0.0.1", 0)
+    async with server:
+        sight.figures.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        asked = [sight.status.snapshot(job) for job in (ended[0].id, None)]
+        told = [cast(Any, picture["jobs"]) for picture in await asyncio.gather(*asked)]
+
+    ids = [job.id for job in ended]
+    assert [[view["id"] for view in views] for views in told] == [ids, ids[1:]]
+
+
+async def test_a_daemon_that_stands_by_says_where_the_page_is() -> None:
+    server = LocalServer()
+    server._listener.close()
+    asgi = httpx.ASGITransport(make_app(cast(Standby, None), server))
+    async with httpx.AsyncClient(transport=asgi, base_url="http://here") as client:
+        reply = await client.get("/dashboard/jobs")
+
+    assert (reply.status_code, reply.headers["content-type"][:10]) == (503, "text/plain")
+    assert reply.text == f"{STANDS_BY}: the page is there\n"
+    assert for_strangers(NotLeadingError("machine:/srv leads")) == STANDS_BY
 
 
 class Skeleton(HTMLParser):

@@ -271,11 +271,19 @@ async def test_a_daemon_removes_what_is_left_of_ended_jobs(
     jobs.request_cancel(store, record.id, now_s=0.0)
     jobs.finish(store, record.id, now_s=0.0)
 
-    sweeping = asyncio.create_task(remove_old_results(store, links, [], age_s=None))
-    while kept[0].exists() or kept[1].exists():
+    for name in ("rows.csv", "answers.parquet"):
+        draft = links / "uploads" / (name[0] * 12)
+        draft.mkdir(parents=True)
+        (draft / name).touch()
+        os.utime(draft, (0.0, 0.0))
+
+    kept_in = [links / "uploads"]
+    sweeping = asyncio.create_task(remove_old_results(store, links, kept_in, age_s=None))
+    while kept[0].exists() or kept[1].exists() or len(list(kept_in[0].iterdir())) > 1:
         await asyncio.sleep(0.01)
     sweeping.cancel()
 
+    assert draft.exists()
     assert [path.exists() for path in (*kept, unknown)] == [False, False, True, True, True]
 
 

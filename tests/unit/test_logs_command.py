@@ -98,24 +98,30 @@ def test_what_is_added_to_a_log_gives_a_terminal_nothing_to_obey(tmp_path: Path)
     assert line.startswith("says \ufffd]0;owned") and UNSAFE.findall(line) == []
 
 
-def test_errors_give_a_terminal_nothing_to_obey(cli: Cli, tmp_path: Path) -> None:
+def test_errors_give_a_terminal_nothing_to_obey(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whatever an engine said of a row, and whatever the row is called."""
     home = Home(tmp_path / "home")
     for folder in (home.path, home.inputs):
         folder.mkdir(exist_ok=True)
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"id": f"row {ODD}", "text": "x"}))
+    rows = [json.dumps({"id": f"row {row} {ODD}", "text": "x"}) for row in range(2)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
     (tmp_path / "job.yaml").write_text(JOB)
     spec = load_job_file(tmp_path / "job.yaml", cwd=tmp_path)
     with closing(open_store(home.store_location)) as store:
         record = jobs.create(store, prepare_job(spec, links=home.inputs), now_s=1.0)
         error = RowError(f"code {ODD}", f"engine says {ODD}", 400)
-        outcome = Outcome(record.id, 0, 1, OutcomeKind.ROW_ERROR, error=error)
-        results.commit(store, [(record.seq, outcome)], now_s=2.0)
+        for row in range(2):
+            outcome = Outcome(record.id, row, 1, OutcomeKind.ROW_ERROR, error=error)
+            results.commit(store, [(record.seq, outcome)], now_s=2.0)
 
     for options in ([], ["--json"]):
-        code, shown, _ = cli("errors", record.id, *options)
-        assert code == 0 and UNSAFE.findall(shown) == []
+        code, shown, err = cli("errors", record.id, *options)
+        assert (code, err) == (0, "") and UNSAFE.findall(shown) == []
         assert all(said in shown for said in ("engine says", "code", "row", "owned"))
+    monkeypatch.setattr("batchrun.cli.results.MOST_GROUPED", 1)
+    assert cli("errors", record.id)[2] == "of the first 1 of 2 failed rows\n"
 
 
 def test_following_shows_what_is_added_in_whole_lines(cli: Cli, tmp_path: Path) -> None:

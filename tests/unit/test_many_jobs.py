@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -9,7 +10,10 @@ from pathlib import Path
 import pytest
 from store_builders import add_batch, answered, execute
 
+from batchrun.control.submitting import view_jobs
 from batchrun.daemon.view import view_stored, view_stored_job
+from batchrun.errors import UnknownJobError
+from batchrun.home import Home
 from batchrun.jobs.batch import new_batch_job
 from batchrun.store import batches, jobs, results
 from batchrun.store.batches import NewBatch
@@ -40,11 +44,35 @@ def test_of_jobs_that_have_ended_the_newest_are_shown_and_the_others_counted(sto
     shown, num_more = jobs.list_shown(store, 2)
     assert [record.id for record in shown] == [running.id, newer.id, newest.id]
     assert num_more == 3
-    for also in (old.id, old.id[:-2], old.name):
+    for also in (old.id, old.id[:-2]):
         shown, num_more = jobs.list_shown(store, 2, also)
-        assert old.id in {record.id for record in shown}
-        assert num_more == 6 - len(shown)
-    assert older.id not in {record.id for record in jobs.list_shown(store, 2, "%")[0]}
+        assert [record.id for record in shown] == [old.id, running.id, newer.id, newest.id]
+        assert num_more == 2
+    assert len(jobs.list_shown(store, 2, old.name)[0]) == 3
+    with pytest.raises(UnknownJobError):
+        jobs.list_shown(store, 2, older.id[:-1] + "%")
+
+
+def test_a_name_means_its_newest_job_alone_and_a_beginning_must_be_unique(tmp_path: Path) -> None:
+    home = Home(tmp_path)
+    home.create()
+    ids = [f"job_a{end}23456789" for end in "abc"]
+    with closing(open_store(home.store_location)) as store:
+        for job_id in ids:
+            made = NewJob("nightly", "{}", "{}", "hash", 2, id=job_id)
+            jobs.create(store, made, now_s=1.0)
+        named = jobs.create(store, NewJob("job", "{}", "{}", "hash", 2, id="batch_1"), now_s=1.0)
+
+    meant = [("nightly", ids[2]), (ids[0], ids[0]), (ids[1][:6], ids[1]), ("job", named.id)]
+    for asked, job_id in meant:
+        assert [view["id"] for view in view_jobs(home, asked)["jobs"]] == [job_id]
+    for asked in ("job_a", "other"):
+        with pytest.raises(UnknownJobError, match="no such job"):
+            view_jobs(home, asked)
+    with closing(open_store(home.store_location)) as store:
+        jobs.create(store, NewJob("n", "{}", "{}", "hash", 2, id="job_ab3"), now_s=1.0)
+    with pytest.raises(UnknownJobError, match="several jobs begin so"):
+        view_jobs(home, "job_ab")
 
 
 def test_what_the_store_alone_tells_of_jobs_is_bounded(

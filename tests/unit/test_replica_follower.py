@@ -186,6 +186,20 @@ async def test_for_a_job_that_is_due_before_a_replica_could_be_there_none_is_bou
         await followed.supervisor.close()
 
 
+async def test_figures_have_no_eta_while_offline_work_is_off(store: Store, tmp_path: Path) -> None:
+    followed = follow(store, tmp_path, "on")
+    dispatcher = followed.daemon.dispatcher
+    dispatcher.assigner.join(make_tree_job("due", ["a"] * 1_500), deadline_at=None)
+    for _ in range(600):
+        dispatcher.assigner.turns._capacity.completions.add(1.0, 1_000.0)
+    try:
+        assert "batchrun_job_eta_seconds{" in followed.metrics()
+        dispatcher.is_offline_on = False
+        assert "batchrun_job_eta_seconds{" not in followed.metrics()
+    finally:
+        await followed.supervisor.close()
+
+
 async def test_engines_outside_a_fleet_do_their_part_of_a_job(store: Store, tmp_path: Path) -> None:
     followed = follow(store, tmp_path, "on")
     (fleet,) = followed.follower._followed

@@ -23,6 +23,7 @@ from starlette.requests import ClientDisconnect
 from batchrun.errors import (
     MAX_MESSAGE_CHARS,
     BatchrunError,
+    NotLeadingError,
     OverloadedError,
     QuotaError,
     StorageError,
@@ -43,9 +44,11 @@ log = logging.getLogger(__name__)
 RETRY_AFTER_S = 2
 PASSING = frozenset({408, 429, 502, 503, 504})
 """Statuses after which the same call may work; after others OpenAI's client is told not to try."""
+STANDS_BY = "this daemon stands by; ask the gateway of the one that leads"
 _PLAIN_WORDS: tuple[tuple[type[BatchrunError], str], ...] = (
     (StoreFullError, "the server's disk is full; nothing was changed"),
     (StoreUnreachableError, "the server's database does not answer; try again shortly"),
+    (NotLeadingError, STANDS_BY),
     (StoreLockedError, "the server's database is busy; try again shortly"),
     (StorageUnreachableError, "the server's file storage does not answer; try again shortly"),
     (OverloadedError, "the server has too much to do at once; try again shortly"),
@@ -145,11 +148,11 @@ def _answer(request: Request, error: BatchrunError) -> JSONResponse:
         return reply
     if error.http_status >= 500:
         log.error("%s %s: %s", request.method, request.url.path, error)
-    return envelope(error.http_status, _for_strangers(error))
+    return envelope(error.http_status, for_strangers(error))
 
 
-def _for_strangers(error: BatchrunError) -> str:
-    """What a caller of the API may read: no path of the server's."""
+def for_strangers(error: BatchrunError) -> str:
+    """What a caller without an admin key may read: no path of the server's."""
     if error.http_status < 500:
         return str(error)
     known = (words for kind, words in _PLAIN_WORDS if isinstance(error, kind))

@@ -156,7 +156,8 @@ class MetricsPage(Collector):
         yield _family(GAUGE, "jobs_running", "Jobs whose rows run.", "", [([], num_jobs)])
         yield from _of_role(self._daemon.store.term or 0, leads=True)
         yield from self._of_daemon()
-        completions = dispatcher.assigner.turns.completions(dispatcher.waiting)
+        turns, waiting = dispatcher.assigner.turns, dispatcher.waiting
+        completions = turns.completions(waiting) if is_on else {}
         yield from _of_jobs(list(dispatcher.jobs.values()), completions)
         yield from _of_slots(slots)
         yield from _of_fleets(self._fleets.view())

@@ -58,24 +58,27 @@ class Status:
 
     async def snapshot(self, job: str | None = None) -> dict[str, object]:
         """The deployment: engines, switch, stalls, and jobs, oldest first: those that have not
-        ended, the newest that have, and those that `job` means.
+        ended, the newest that have, and the one that `job` means. Raises UnknownJobError.
 
         While the store does not answer, or another process keeps it: jobs that run as they are,
         others as they were last seen.
         """
         stalled = self.daemon.writer.stalled
+        routing = await self.figures.explain(0)
         self._predict()
         try:
-            records, self._num_more = await asyncio.to_thread(
+            records, num_more = await asyncio.to_thread(
                 jobs.list_shown, self.daemon.store, MOST_ENDED, job
             )
             self._jobs = {record.id: await self._view(record) for record in records}
+            self._num_more = num_more
             self._counted = {
                 each.seq: self._counted[each.seq] for each in records if each.seq in self._counted
             }
         except (StoreLockedError, StoreUnreachableError) as error:
             stalled = str(error)
             await self._see_active()
+        # Nothing is awaited between: another snapshot would have other jobs.
         return {
             "gateway": self._gateway_url,
             "leadership": self._leadership(),
@@ -85,7 +88,7 @@ class Status:
             "engines": self.engines,
             "fleets": self.fleets.view(),
             "felt": self.figures.view(),
-            "routing": await self.figures.explain(0),
+            "routing": routing,
             "jobs": list(self._jobs.values()),
             "num_more_ended": self._num_more,
         }

@@ -25,7 +25,7 @@ from urllib.parse import quote, urlsplit
 
 import uvicorn
 from fastapi import FastAPI, Request
-from fastapi.responses import Response
+from fastapi.responses import PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
@@ -45,11 +45,12 @@ from batchrun.files import write_atomically
 from batchrun.home import CONTROL_PREFIX, GATEWAY_HEADER, DaemonAddress, Home
 from batchrun.jobs.objects import in_thread
 from batchrun.keys import is_loopback
-from batchrun.server.api.errors import install_error_handlers
+from batchrun.server.api.errors import STANDS_BY, install_error_handlers
 from batchrun.server.api.key_list import KeyList
 from batchrun.server.api.metrics import render_role
 from batchrun.server.api.picture import view_engines, view_role
 from batchrun.server.web.gateway_figures import GatewayFigures
+from batchrun.server.web.pages import PREFIX
 from batchrun.store import jobs
 from batchrun.store.database import Store
 from batchrun.store.orders import Order, ask_leader
@@ -267,9 +268,11 @@ def make_app(standby: Standby, server: LocalServer) -> FastAPI:
         return await standby.job(job_id)
 
     @app.api_route("/{path:path}", methods=["GET", "POST", "PUT", "PATCH", "DELETE"])
-    async def others(request: Request, path: str) -> None:
+    async def others(request: Request, path: str) -> Response:
         if path.startswith(CONTROL_PREFIX.strip("/")):
             check(request, "authorization", token)
+        if f"/{path}".startswith(PREFIX):
+            return PlainTextResponse(f"{STANDS_BY}: the page is there\n", status_code=503)
         leader = await asyncio.to_thread(jobs.read_leader, standby.store)
         raise NotLeadingError(f"this daemon stands by; {leader.name} leads: give the command there")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -27,9 +28,12 @@ log = logging.getLogger(__name__)
 
 SAMPLE_S = 2.0
 MAX_SAMPLES = 900
+CHART_S = MAX_SAMPLES * SAMPLE_S
 """Half an hour."""
 MAX_LINE_BYTES = 65_536
 CHART_POINTS = 300
+GAP_S = 10.0
+"""Where nothing was sampled for longer, a chart's lines break."""
 
 
 class KvSample(msgspec.Struct, frozen=True, array_like=True):
@@ -68,8 +72,8 @@ class History:
         """Takes up what the file holds. Blocking."""
         self._path = path
         self._most = most
-        self._samples: deque[Sample] = deque(_read(path), maxlen=most)
-        self._num_lines = len(self._samples)
+        self._num_lines, found = _read(path)
+        self._samples: deque[Sample] = deque(found, maxlen=most)
         self._complaint: str | None = None
 
     @property
@@ -98,36 +102,51 @@ class History:
         self._num_lines += 1
 
     def chart(self, values: Callable[[Sample], Sequence[float | None]]) -> list[list[float | None]]:
-        """[instants, first series, second series, ...] of at most `CHART_POINTS` points."""
-        samples = self.samples
+        """[instants, first series, second series, ...] of the last half hour, in at most
+        `CHART_POINTS` points and one of None for each gap. Instants rise: of samples from before
+        the clock was set back, those that it has yet to come to are left out."""
+        samples: list[Sample] = []
+        for sample in reversed(self.samples):
+            if not samples or samples[0].at - CHART_S < sample.at < samples[-1].at:
+                samples.append(sample)
         step = -(-len(samples) // CHART_POINTS) or 1
-        shown = samples[(len(samples) - 1) % step :: step] if samples else []
-        columns = [[round(sample.at, 1), *values(sample)] for sample in shown]
-        return [list(column) for column in zip(*columns, strict=True)]
+        rows: list[list[float | None]] = []
+        before_s = math.inf
+        for sample in reversed(samples[::step]):
+            row = [round(sample.at, 1), *values(sample)]
+            if sample.at - before_s > step * GAP_S:
+                rows.append([round(before_s + SAMPLE_S, 1), *[None] * (len(row) - 1)])
+            rows.append(row)
+            before_s = sample.at
+        return [list(column) for column in zip(*rows, strict=True)]
 
 
 def _line(sample: Sample) -> bytes:
     return msgspec.json.encode(sample) + b"\n"
 
 
-def _read(path: Path) -> list[Sample]:
+def _read(path: Path) -> tuple[int, list[Sample]]:
+    """How many lines the file has, and the newest samples in it."""
     try:
         lines = path.read_bytes().splitlines()
     except OSError:
-        return []
+        return 0, []
     found: list[Sample] = []
     for line in lines[-2 * MAX_SAMPLES :]:
         try:
             found.append(msgspec.json.decode(line[:MAX_LINE_BYTES], type=Sample))
         except (msgspec.DecodeError, UnicodeDecodeError):
             continue
-    return found
+    return len(lines), found
 
 
-async def keep_history(daemon: Daemon, history: History, figures: GatewayFigures) -> None:
-    """Take a sample every `SAMPLE_S`, until cancelled."""
+async def keep_history(
+    daemon: Daemon, history: History, figures: GatewayFigures, see: Callable[[], None]
+) -> None:
+    """Take a sample every `SAMPLE_S`, and call `see`, until cancelled."""
     async with aiohttp.ClientSession() as session:
         while True:
+            see()
             await figures.look(session, time.monotonic())
             if (felt := figures.felt_calls()) is not None:
                 daemon.steering.callers_felt(felt)

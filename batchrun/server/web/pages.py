@@ -26,7 +26,7 @@ from starlette.exceptions import HTTPException
 
 from batchrun import __version__
 from batchrun.errors import BatchrunError, UnknownJobError
-from batchrun.server.api.errors import ApiError, Caller, Callers, caller_of
+from batchrun.server.api.errors import ApiError, Caller, Callers, caller_of, for_strangers
 from batchrun.server.api.upload import Download, Transfers
 from batchrun.server.web.history import keep_history
 from batchrun.server.web.sight import VIEWS, Facts, Sight, written_output
@@ -100,7 +100,8 @@ class Pages:
     async def watch(self) -> None:
         """Take the samples of the charts, until cancelled; uploads under way end with it."""
         try:
-            await keep_history(self._sight.daemon, self._sight.history, self._sight.figures)
+            sight = self._sight
+            await keep_history(sight.daemon, sight.history, sight.figures, sight.see_starts)
         finally:
             await self.desk.close()
 
@@ -194,7 +195,7 @@ class Pages:
         try:
             content = (f"{view}.html", await self._sight.see(view, caller, job_id))
         except BatchrunError as error:
-            content = ("notice.html", {"message": str(error), "is_error": True})
+            content = ("notice.html", {"message": _said_to(caller, error), "is_error": True})
         return {"header": ("header.html", head), "view": content}
 
     def check_token(self, request: Request, caller: Caller) -> None:
@@ -203,14 +204,18 @@ class Pages:
         if not hmac.compare_digest(given.encode(), self._tokens.of(caller).encode()):
             raise HTTPException(403, "this page is from before the daemon started; load it again")
 
-    async def act(self, action: Callable[[], Awaitable[str]]) -> HTMLResponse:
+    async def act(self, caller: Caller, action: Callable[[], Awaitable[str]]) -> HTMLResponse:
         """What came of an action, in a line; a refusal of batchrun's is one, too."""
         try:
             message, status = await action(), 200
         except BatchrunError as error:
-            message, status = str(error), error.http_status
+            message, status = _said_to(caller, error), error.http_status
         text = render("notice.html", {"message": message, "is_error": status != 200})
         return HTMLResponse(text, status_code=status)
+
+
+def _said_to(caller: Caller, error: BatchrunError) -> str:
+    return str(error) if caller.is_admin else for_strangers(error)
 
 
 def _check_view(view: str, caller: Caller) -> None:
@@ -325,7 +330,7 @@ def _add_actions(router: APIRouter, pages: Pages, sight: Sight) -> None:
             await daemon.switch_offline(on=on == "on")
             return f"Offline work is {'on' if on == 'on' else 'off'}."
 
-        return await pages.act(switched)
+        return await pages.act(caller, switched)
 
     @router.post("/jobs/{job_id}/{action}")
     async def change(request: Request, job_id: str, action: str) -> Response:
@@ -346,7 +351,7 @@ def _add_actions(router: APIRouter, pages: Pages, sight: Sight) -> None:
             state = (await commands[action](record.id)).state
             return f"{record.id} is {state}."
 
-        return await pages.act(changed)
+        return await pages.act(caller, changed)
 
 
 def _number(value: float | None, template: str = "{:,.0f}", unit: str = "") -> str:

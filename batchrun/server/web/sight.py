@@ -24,6 +24,7 @@ from batchrun.engine.engine import ManagedEngine
 from batchrun.errors import StateError, UnknownJobError
 from batchrun.files import is_url
 from batchrun.home import Home
+from batchrun.jobs.results.batch_files import NO_ANSWER
 from batchrun.keys import UsageFile
 from batchrun.pool.prefix_keys import CHUNK_BYTES
 from batchrun.routing.routers import ROUTERS
@@ -47,6 +48,7 @@ LOG_BYTES = 4_096
 SHOWN_DECISIONS = 20
 CANCELLABLE = (JobState.VALIDATING, JobState.RUNNING, JobState.FINALIZING, JobState.PAUSED)
 _NUMBER = re.compile(r"\d+")
+_QUOTED = re.compile(r"(?s):(?!\d).*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +189,9 @@ class Sight:
             key = ("causes", record.seq)
             read = partial(asyncio.to_thread, self._read_causes, record.seq)
             causes = await self._once(key, SLOW_FRESH_S, read)
+        if not caller.is_admin:  # Whose batch it is need not learn where engines are.
+            away = {"message": NO_ANSWER}
+            causes = [c | (away if c["code"] == "connection_error" else {}) for c in causes]
         has_output = False
         if caller.is_admin and record.state.is_terminal:
             has_output = await asyncio.to_thread(written_output, record) is not None
@@ -238,18 +243,18 @@ class Sight:
         views = self._engines()
         for view in views:
             engine = engines[str(view["name"])]
-            view["num_restarts"] = self._count_restarts(engine.name, engine.started)
+            view["num_restarts"] = max(0, len(self._starts.get(engine.name, ())) - 1)
             view["log"] = None
             if isinstance(engine, ManagedEngine):
                 view["log"] = await asyncio.to_thread(_tail_of, engine.settings.log_path)
         return {"engines": views}
 
-    def _count_restarts(self, name: str, started: int) -> int:
-        """How often it was seen to start anew since the daemon began."""
-        starts = self._starts.setdefault(name, [])
-        if started and (not starts or starts[-1] != started):
-            starts.append(started)
-        return max(0, len(starts) - 1)
+    def see_starts(self) -> None:
+        """Note which engines have started anew; to be called all the time."""
+        for engine in (slot.engine for slot in self.daemon.slots):
+            starts = self._starts.setdefault(engine.name, [])
+            if engine.started and starts[-1:] != [engine.started]:
+                starts.append(engine.started)
 
     async def _promises(self) -> Facts:
         chart = self.history.chart(
@@ -362,14 +367,16 @@ def _kv_of(engine: str) -> Callable[[Sample], Sequence[float | None]]:
 
 
 def _shown_to(caller: Caller, view: Facts) -> Facts:
-    """A job's view with what may be done to it; a user key sees no path of the server's."""
+    """A job's view with what may be done to it; a user key sees no path of the server's, nor what
+    its stage quotes."""
     state = JobState(view["state"])
     can_run = {"pause": state in {JobState.VALIDATING, JobState.RUNNING}}
     can_run["resume"] = state is JobState.PAUSED
     actions = [name for name, can in can_run.items() if can and caller.is_admin]
     actions += ["cancel"] if state in CANCELLABLE else []
-    hidden = {} if caller.is_admin else {"output_path": None, "reason": None}
-    return view | hidden | {"actions": actions, "is_terminal": state.is_terminal}
+    hidden = {"output_path": None, "reason": None, "stage": _QUOTED.sub("", view["stage"] or "")}
+    shown = view if caller.is_admin else view | hidden
+    return shown | {"actions": actions, "is_terminal": state.is_terminal}
 
 
 def _order(view: Facts) -> tuple[bool, float]:

@@ -11,7 +11,9 @@ function colour(name) {
 function stacked(columns) {
   const [times, ...series] = columns;
   const sums = times.map(() => 0);
-  return [times, ...series.map((values) => values.map((value, i) => (sums[i] += value ?? 0)))];
+  const isGap = times.map((_, i) => series.every((values) => values[i] === null));
+  const added = (value, i) => (isGap[i] ? null : (sums[i] += value ?? 0));
+  return [times, ...series.map((values) => values.map(added))];
 }
 
 function clock(seconds) {
