@@ -35,26 +35,33 @@ MAX_JSON_PARTS = 500_000
 """Objects, lists and keys of one text: some 100 bytes of memory each."""
 MAX_JSON_ITEMS = 4_000_000
 """Commas of one text: a vector of numbers has one for 32 bytes of memory."""
+REPLY_TIMES = 20
+"""So much more may an engine's reply hold, all that 64 MiB of logprobs do: each has 5 parts."""
 _PIECE_BYTES = 1 << 20
 _building = threading.Lock()
 
 
-def parse_json(text: bytes) -> object:
+def parse_json(text: bytes, *, times: int = 1) -> object:
     """The value that a JSON text stands for. Raises ValueError, with the reason.
 
     Refused are: what is not UTF-8, a byte order mark, lone surrogates, NaN and Infinity, whole
     numbers of over 4,300 digits, values nested over 200 deep, and texts of which more than
-    `MAX_JSON_PARTS` or `MAX_JSON_ITEMS` would be built. Of a large text other threads are held up
-    for a few milliseconds at a time until it is known to be no trap.
+    `MAX_JSON_PARTS` or `MAX_JSON_ITEMS`, so many `times`, would be built. Of a large text other
+    threads are held up for a few milliseconds at a time until it is known to be no trap.
     """
     if len(text) <= LARGE_JSON_BYTES:
         return from_json(text, allow_inf_nan=False, cache_strings="keys")
     with _building:
-        _check_size(text)
+        _check_size(text, times)
         return from_json(text, allow_inf_nan=False, cache_strings="keys")
 
 
-def _check_size(text: bytes) -> None:
+def parse_reply(text: bytes) -> object:
+    """What an engine's JSON stands for. Raises ValueError."""
+    return parse_json(text, times=REPLY_TIMES)
+
+
+def _check_size(text: bytes, times: int) -> None:
     """Count what stands outside of strings. Raises ValueError."""
     num_parts = num_items = 0
     rest, is_inside = b"", False
@@ -68,7 +75,7 @@ def _check_size(text: bytes) -> None:
         is_inside ^= len(parts) % 2 == 0
         num_parts += sum(map(outside.count, (b"{", b"[", b":")))
         num_items += outside.count(b",")
-        if num_parts > MAX_JSON_PARTS or num_items > MAX_JSON_ITEMS:
+        if num_parts > MAX_JSON_PARTS * times or num_items > MAX_JSON_ITEMS * times:
             raise ValueError("it holds too many values")
 
 

@@ -21,7 +21,7 @@ from batchrun import types
 from batchrun.engine.progress import SILENCE, Look, look_at_page
 from batchrun.errors import ConfigError, EngineError
 from batchrun.media.connections import CleanConnector, parse_retry_after
-from batchrun.strict import LARGE_JSON_BYTES, parse_json
+from batchrun.strict import LARGE_JSON_BYTES, parse_reply
 from batchrun.types import Outcome, OutcomeKind, Request, RowError, Usage
 
 METRIC = "vllm:cache_config_info"
@@ -173,7 +173,7 @@ class _ModelList(msgspec.Struct):
 
 def _parse_object(body: bytes) -> dict[str, object] | None:
     try:
-        document = parse_json(body)
+        document = parse_reply(body)
     except ValueError:
         return None
     return document if isinstance(document, dict) else None

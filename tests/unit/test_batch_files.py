@@ -61,7 +61,7 @@ def lines_of(tmp_path: Path, file: NewFile | None) -> list[dict[str, Any]]:
         return []
     content = (tmp_path / "files" / file.id).read_bytes()
     assert (len(content), content[-1:]) == (file.size_bytes, b"\n")
-    return [json.loads(line) for line in content.split(b"\n")[:-1]]
+    return [json.loads(line) for line in content.decode().splitlines()]
 
 
 def test_answers_and_errors_go_to_their_files(tmp_path: Path) -> None:
@@ -123,11 +123,16 @@ def test_the_body_of_an_http_error_has_openais_keys(
 
 def test_a_reply_of_several_lines_becomes_one(tmp_path: Path) -> None:
     usage = b'{"completion_tokens_details": {\n"reasoning_tokens": 7}}'
-    rows = [StoredResult(row, b'{"usage":\r\n' + usage + b"}") for row in range(4)]
+    said = '"id": "\u2028\u2029\x85"'
+    rows = [
+        StoredResult(row, said.join(["{", ',"usage":\r\n']).encode() + usage + b"}")
+        for row in range(4)
+    ]
 
     found = write(tmp_path, *rows, expires_after_s=3600)
 
-    assert len(lines_of(tmp_path, found.output)) == 4
+    bodies = [line["response"]["body"] for line in lines_of(tmp_path, found.output)]
+    assert [body["id"] for body in bodies] == ["\u2028\u2029\x85"] * 4
     assert (found.error, found.num_reasoning_tokens) == (None, 28)
     assert found.output is not None and found.output.expires_after_s == 3600
 

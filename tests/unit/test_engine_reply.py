@@ -17,8 +17,10 @@ from batchrun.engine.client import (
     classify,
     parse_kv_config,
 )
+from batchrun.jobs.results.output_file import response_text
 from batchrun.media.connections import parse_retry_after
 from batchrun.server.gateway.replies import ReplyUsage
+from batchrun.strict import MAX_JSON_PARTS
 from batchrun.types import Outcome, OutcomeKind, Usage
 from benchmarks.evil_engines import MODEL, EvilEngine, whole
 
@@ -68,6 +70,13 @@ def test_a_reply_to_another_row_is_no_answer() -> None:
     other = outcome_of(200, good | {"id": "chatcmpl-batchrun-1-job-4-1"})
     assert other.kind is OutcomeKind.RETRY and other.error is not None
     assert other.error.message == "the engine's reply is to another request"
+
+
+def test_a_reply_may_hold_many_logprobs() -> None:
+    logprobs = b",".join([b'{"token":"a","logprob":0,"bytes":[97]}'] * (MAX_JSON_PARTS // 4))
+    raw = b'{"choices":[{"message":{"content":"hi"},"logprobs":{"content":[%b]}}]}' % logprobs
+    assert outcome_of(200, raw).kind is OutcomeKind.OK
+    assert response_text(CHAT, raw) == "hi"
 
 
 def test_a_good_reply_keeps_its_bytes_and_its_place() -> None:

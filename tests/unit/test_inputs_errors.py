@@ -58,6 +58,8 @@ def read_all(path: Path | str) -> None:
         ("a.jsonl.zst", b"not zstd", "a.jsonl.zst: cannot be read: ZSTD"),
         ("a.csv", b"a,b\n1,2\n3\n", "a.csv:3: 1 fields where the header has 2"),
         ("a.csv", b'a,b\n"x\ny",2\n3,4,5\n', "a.csv:4: 3 fields where the header has 2"),
+        ("a.csv", b"a,b\n1,x\n1,x\ry\n2,z\n", "a.csv:3: a carriage return stands outside quotes"),
+        ("a.csv", b"a\nx\ry\n", "a.csv:2: a carriage return stands outside quotes"),
         ("a.csv", b'a,b\n1,"2\n', "a.csv: a quoted field is never closed"),
         ("a.csv", b"a,b\n1,2\n1,\xff\n", "a.csv:3: not UTF-8 text"),
         ("a.csv", b"a,a\n1,2\n", "a.csv: two columns are named 'a'"),

@@ -16,7 +16,7 @@ import pytest
 
 from batchrun.errors import BatchrunError, DataError, InputError, JobSpecError, StoreFullError
 from batchrun.files import atomic_file
-from batchrun.jobs.inputs.input_data import open_input
+from batchrun.jobs.inputs.input_data import check_kept, open_input
 from batchrun.jobs.results import output_parts
 from batchrun.jobs.results.output_file import write_output
 from batchrun.jobs.results.output_parts import atomic_folder
@@ -118,6 +118,40 @@ def test_columns_have_their_order_and_kept_types(tmp_path: Path) -> None:
     assert schema.field("when").type == pa.timestamp("ms")
 
 
+def categories(start: int) -> pa.Array:
+    kind = pa.dictionary(pa.int8(), pa.string())
+    return pa.array([f"c{i}" for i in range(start, start + 100)]).dictionary_encode().cast(kind)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "kind"),
+    [
+        (pa.array([1, 2]), pa.array([0.5, None]), pa.float64()),
+        (pa.array([2**60]), pa.array([0.5, None]), pa.string()),
+        (pa.array([2**63], pa.uint64()), pa.array([-1]), pa.string()),
+        (pa.array([2**57], pa.timestamp("us")), pa.array([1], TIMES), pa.string()),
+        (categories(0), categories(100), pa.string()),
+    ],
+)
+def test_kept_columns_of_several_files_have_a_type_that_holds_all_values(
+    tmp_path: Path, first: pa.Array, second: pa.Array, kind: pa.DataType
+) -> None:
+    spec = make_spec(tmp_path, keep=["gold"])
+    for name, values in {"in": first, "in2": second}.items():
+        keys = [f"{name}{i}" for i in range(len(values))]
+        pq.write_table(pa.table({"key": keys, "gold": values}), tmp_path / f"{name}.parquet")
+    files = spec.input.model_copy(update={"path": (f"{tmp_path}/in*.parquet",)})
+    spec = spec.model_copy(update={"input": files})
+
+    with open_input(spec.input) as data:
+        check_kept(spec, data)
+    write(spec, tmp_path / "out.parquet", iter([]))
+
+    found = pq.read_table(tmp_path / "out.parquet")["gold"]
+    assert found.type == kind
+    assert found.to_pylist() == [*first.cast(kind).to_pylist(), *second.cast(kind).to_pylist()]
+
+
 def test_a_row_carries_usage_attempts_and_its_error(tmp_path: Path) -> None:
     spec = make_spec(tmp_path, num_rows=2)
     failed = RowError("context_length_exceeded", "too long", 400)
@@ -132,9 +166,11 @@ def test_a_row_carries_usage_attempts_and_its_error(tmp_path: Path) -> None:
 
 def test_errors_and_bodies_are_objects_in_jsonl(tmp_path: Path) -> None:
     spec = make_spec(tmp_path, num_rows=2, body=True)
-    write(spec, tmp_path / "out.jsonl", iter([result(0)]))
+    reply = {"choices": [{"message": {"content": "a\u2028\u2029\x85"}}]}
+    body = json.dumps(reply, ensure_ascii=False).encode()
+    write(spec, tmp_path / "out.jsonl", iter([StoredResult(0, body)]))
     good, missing = read(tmp_path / "out.jsonl")
-    assert good["body"] == {"choices": [{"message": {"content": "answer 0"}}]}
+    assert good["body"] == reply
     assert missing["error"] == {
         "code": "cancelled", "message": "the job was cancelled", "status_code": None
     }  # fmt: skip

@@ -6,7 +6,7 @@ import asyncio
 import json
 import sys
 import tracemalloc
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -25,7 +25,14 @@ from batchrun.jobs.prompts.templating import make_environment
 from batchrun.jobs.spec import InputSpec
 from batchrun.server.api.errors import ApiError
 from batchrun.server.api.upload import check_batch_file
-from batchrun.strict import LARGE_JSON_BYTES, MAX_JSON_ITEMS, MAX_JSON_PARTS, parse_json
+from batchrun.strict import (
+    LARGE_JSON_BYTES,
+    MAX_JSON_ITEMS,
+    MAX_JSON_PARTS,
+    REPLY_TIMES,
+    parse_json,
+    parse_reply,
+)
 from batchrun.types import Outcome, OutcomeKind
 
 TRAP = b'{"x":[' + b"{}," * 2_000_000 + b"{}]}"
@@ -45,9 +52,13 @@ def little_is_built(num_texts: int = 2) -> Iterator[None]:
     assert peak_bytes < num_texts * len(TRAP) + (4 << 20)
 
 
-def test_a_trap_is_refused_before_anything_is_built_of_it() -> None:
+@pytest.mark.parametrize(("parse", "times"), [(parse_json, 1), (parse_reply, REPLY_TIMES)])
+def test_a_trap_is_refused_before_anything_is_built_of_it(
+    parse: Callable[[bytes], object], times: int
+) -> None:
+    trap = TRAP * (MAX_JSON_PARTS * times // 2_000_000 + 1)
     with little_is_built(), pytest.raises(ValueError, match="too many values"):
-        parse_json(TRAP)
+        parse(trap)
 
 
 def test_a_trap_among_the_lines_of_a_batch_is_refused(tmp_path: Path) -> None:

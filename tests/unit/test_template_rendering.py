@@ -88,6 +88,10 @@ def test_request_fields_of_one_expression_keep_their_type() -> None:
         ("{{ tags | tojson }}", {"tags": ["ä", "<"]}, '["ä", "<"]'),
         ("{{ q | default('none', true) }}", {"q": None}, "none"),
         ("{{ range }}", {"range": "a column"}, "a column"),
+        ("{{ q.items }}{{ tags.get('k') }}", {"q": {"items": 3}, "tags": {"k": 1}}, "31"),
+        ("{% for k, v in q.items() %}{{ k ~ v }}{% endfor %}", {"q": {"k": 3}}, "k3"),
+        ("{{ tags | join(', ', 'k') | upper }}", {"tags": [{"k": "a"}, {"k": 1}]}, "A, 1"),
+        ("{{ q | default('none', true) | trim }}", {"q": None}, "none"),
         ("{% for i in [1, 2] %}{{ q * i }} {% endfor %}", {"q": "a"}, "a aa "),
     ],
 )
@@ -99,6 +103,12 @@ def test_message_text_is_text(text: str, row: dict[str, object], rendered: str) 
     ("text", "row", "problem"),
     [
         ("{{ q }}", {"q": None}, "a value is null"),
+        ("{{ q | trim }}", {"q": None}, "a value is null"),
+        ("{{ n ~ q ~ n }}", {"q": None, "n": 1}, "a value is null"),
+        ("{{ q | replace('a', n) }}", {"q": "a", "n": None}, "a value is null"),
+        ("{{ tags | join(', ') }}", {"tags": ["x", None]}, "a value is null"),
+        ("{{ tags | map('upper') | list }}", {"tags": ["x", None]}, "a value is null"),
+        ("{{ q.values }}", {"q": {"items": 3}}, "a value is a function"),
         ("{{ q }}", {"q": "  "}, "the prompt is empty"),
         ("{{ q }}", {"q": b"x"}, "a value is bytes"),
         ("{{ q.missing }}", {"q": "x"}, "no attribute 'missing'"),
@@ -129,6 +139,19 @@ def test_a_field_of_a_request_may_hold_what_is_called_image(value: object) -> No
     body = template.render({"q": "hi"}, row_number=0)
 
     assert (body["metadata"], template.columns_used) == ({"image": value}, ("q",))
+
+
+def test_messages_lose_the_nulls_that_parquet_gives_them() -> None:
+    template = make_template(input={"path": "/data/a.parquet", "messages": "{{ messages }}"})
+    part = {"type": "text", "text": "b"}
+    messages = [
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "type": None}]},
+        {"role": "user", "content": [{**part, "image_url": None}], "name": "n", "refusal": None},
+    ]
+    assert template.render({"messages": messages}, row_number=0)["messages"] == [
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]},
+        {"role": "user", "content": [part], "name": "n"},
+    ]
 
 
 def test_text_without_end_is_stopped() -> None:

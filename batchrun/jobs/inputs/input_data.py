@@ -10,6 +10,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Self
@@ -46,10 +47,12 @@ class InputData:
 
     def __init__(self, files: Sequence[InputFile], *, id_column: str | None) -> None:
         self._files = tuple(files)
+        self._parquet_files = [file for file in files if isinstance(file, ParquetInput)]
         self.id_column = id_column
         self.columns = tuple(dict.fromkeys(name for file in files for name in file.columns))
         self._starts = np.concatenate([[0], np.cumsum([file.num_rows for file in files])])
         self.num_rows = int(self._starts[-1])
+        self._field = cache(self._common_field)
         self._lacking = {
             name: file.path
             for file in files
@@ -67,10 +70,12 @@ class InputData:
         return names
 
     def schema(self, columns: Sequence[str]) -> pa.Schema:
-        """The Arrow types of `columns` in every batch; reads the rows of JSONL files once."""
+        """The Arrow types of `columns` in every batch; reads once the rows of JSONL files, and of
+        Parquet files the columns that have other types there."""
         self._named(columns)
-        schemas = [file.schema(columns) for file in self._files]
-        fields = [_common_field(name, schemas) for name in columns]
+        for file in self._files:
+            file.schema(columns)
+        fields = [self._field(name) for name in columns]
         if any(isinstance(file, JsonlInput) for file in self._files):
             fields = [
                 pa.field(each.name, pa.string()) if pa.types.is_null(each.type) else each
@@ -78,15 +83,25 @@ class InputData:
             ]
         return pa.schema(fields)
 
+    def _common_field(self, name: str) -> pa.Field:
+        """The field in a type that holds the values of all files; text when nothing else does."""
+        schemas = [file.schema([name]) for file in self._files]
+        try:
+            common = pa.unify_schemas(schemas, promote_options="permissive")
+            for file in self._parquet_files:
+                file.check_fits(common)
+        except (pa.ArrowInvalid, pa.ArrowTypeError, DataError):
+            return pa.field(name, pa.string())
+        return common.field(name)
+
     def check_types(self, columns: Sequence[str], *, is_one_table: bool) -> None:
         """Raises DataError where a Parquet file has one of `columns` in a type that cannot be read,
-        or, for one table, none that goes with those of the others. Reads none of their rows."""
-        files = [file for file in self._files if isinstance(file, ParquetInput)]
-        for file in files:
+        or, for one table, values that do not go with those of the others."""
+        for file in self._parquet_files:
             file.schema(self._named(columns))
-        if is_one_table and files:
+        if is_one_table and self._parquet_files:
             schema = self.schema(columns)
-            for file in files:
+            for file in self._parquet_files:
                 file.check_fits(schema)
 
     def check_lines(self, progress: ProgressSink | None = None) -> None:
@@ -155,8 +170,7 @@ class InputData:
         if all(isinstance(file, CsvInput) for file in self._files):
             ids = (row_id for _, row_id in _iter_ids(self, self.id_column))
             return pa.int64() if all(map(_WHOLE_NUMBER.fullmatch, ids)) else pa.string()
-        kind = self.schema([self.id_column]).field(0).type
-        return kind.value_type if pa.types.is_dictionary(kind) else kind
+        return self.schema([self.id_column]).field(0).type
 
     def pin(self, progress: ProgressSink | None = None) -> InputPin:
         """Reads every byte once and says what the files are now."""
@@ -187,15 +201,6 @@ class InputData:
         """Closes all files."""
         for file in self._files:
             file.close()
-
-
-def _common_field(name: str, schemas: Sequence[pa.Schema]) -> pa.Field:
-    """The field in a type that holds the values of all files; text when nothing else does."""
-    single = [pa.schema([schema.field(name)]) for schema in schemas]
-    try:
-        return pa.unify_schemas(single, promote_options="permissive").field(name)
-    except (pa.ArrowInvalid, pa.ArrowTypeError):
-        return pa.field(name, pa.string())
 
 
 def _pin_file(file: InputFile, done: int, total: int, progress: ProgressSink | None) -> PinnedFile:

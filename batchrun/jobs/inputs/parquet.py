@@ -22,6 +22,7 @@ from batchrun.jobs.inputs.rows import (
     Row,
     empty_batches,
     native_rows,
+    with_leaves,
 )
 
 JSON_COLUMNS = "batchrun.json"
@@ -52,21 +53,25 @@ class ParquetInput(InputFile):
         self._row_bytes = cache(self._measure_row_bytes)
 
     def schema(self, columns: Sequence[str]) -> pa.Schema:
-        """The file's own types of `columns`; DataError for a type that cannot be used."""
-        fields = [self._file.schema_arrow.field(name) for name in columns]
+        """The file's own types of `columns`, of categories that of their values; DataError for a
+        type that cannot be used."""
+        own = [self._file.schema_arrow.field(name) for name in columns]
+        fields = [field.with_type(with_leaves(_without_view(field.type), _value)) for field in own]
         for field in fields:
-            if not _is_usable(_without_view(field.type)):
+            if not _is_usable(field.type):
                 raise DataError(
                     f"{self.path}: column {field.name!r} has type {field.type}, which cannot be "
                     "used; convert it to text, numbers, lists or structs"
                 )
-        return pa.schema([field.with_type(_without_view(field.type)) for field in fields])
+        return pa.schema(fields)
 
     def check_fits(self, schema: pa.Schema) -> None:
-        """Raises DataError where columns can never have these types, whatever they hold."""
+        """Raises DataError where columns cannot have these types; reads those that have others."""
         own = self.schema(schema.names)
-        nothing = [pa.array([], type=field.type) for field in own]
-        self._fitted(pa.RecordBatch.from_arrays(nothing, schema=own), schema)
+        for field in schema:
+            if own.field(field.name).type != field.type:
+                for _ in self.iter_batches([field.name], pa.schema([field]), BATCH_BYTES):
+                    pass
 
     def iter_batches(
         self, columns: Sequence[str], schema: pa.Schema, max_bytes: int
@@ -247,6 +252,10 @@ def _without_view(kind: pa.DataType) -> pa.DataType:
     return pa.binary() if pa.types.is_binary_view(kind) else kind
 
 
+def _value(kind: pa.DataType) -> pa.DataType:
+    return kind.value_type if pa.types.is_dictionary(kind) else kind
+
+
 def _without_views(batch: pa.RecordBatch) -> pa.RecordBatch:
     """The batch with text where Arrow has views of text, which it cannot pick rows of."""
     fields = [field.with_type(_without_view(field.type)) for field in batch.schema]
@@ -257,8 +266,6 @@ def _without_views(batch: pa.RecordBatch) -> pa.RecordBatch:
 def _is_usable(kind: pa.DataType) -> bool:
     types = pa.types
     if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
-        return _is_usable(kind.value_type)
-    if types.is_dictionary(kind):
         return _is_usable(kind.value_type)
     if types.is_struct(kind):
         return all(_is_usable(kind.field(index).type) for index in range(kind.num_fields))

@@ -11,7 +11,7 @@ import decimal
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -189,8 +189,8 @@ def native_rows(batch: pa.RecordBatch) -> list[Row]:
     """
     if not batch.num_columns:
         return [{} for _ in range(batch.num_rows)]
-    fields = [field.with_type(_without_nanoseconds(field.type)) for field in batch.schema]
-    schema = pa.schema(fields)
+    types = [with_leaves(kind, _without_nanoseconds) for kind in batch.schema.types]
+    schema = pa.schema([*map(pa.Field.with_type, batch.schema, types)])
     try:
         fitted = batch if schema == batch.schema else batch.cast(schema, safe=False)
         rows: list[Row] = fitted.to_pylist()
@@ -272,14 +272,19 @@ def _told_of(value: Undecodable) -> str:
         return error.shown
 
 
-def _without_nanoseconds(kind: pa.DataType) -> pa.DataType:
+def with_leaves(kind: pa.DataType, change: Callable[[pa.DataType], pa.DataType]) -> pa.DataType:
+    """The type with those changed that stand within its structs and lists, or itself."""
     if pa.types.is_struct(kind):
-        return pa.struct([each.with_type(_without_nanoseconds(each.type)) for each in kind.fields])
+        return pa.struct([each.with_type(with_leaves(each.type, change)) for each in kind.fields])
     if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
-        field = kind.value_field.with_type(_without_nanoseconds(kind.value_type))
+        field = kind.value_field.with_type(with_leaves(kind.value_type, change))
         if pa.types.is_fixed_size_list(kind):
             return pa.list_(field, kind.list_size)
         return pa.list_(field) if pa.types.is_list(kind) else pa.large_list(field)
+    return change(kind)
+
+
+def _without_nanoseconds(kind: pa.DataType) -> pa.DataType:
     if pa.types.is_timestamp(kind) and kind.unit == "ns":
         return pa.timestamp("us", kind.tz)
     if pa.types.is_duration(kind) and kind.unit == "ns":

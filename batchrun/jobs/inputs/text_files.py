@@ -369,6 +369,8 @@ class CsvInput(TextFile):
             return "error"
 
         data = b"\n".join(record.rstrip(b"\r\n") for record in records) + b"\n"
+        if b"\r" in data:
+            self._refuse_returns(records, rows)
         try:
             table = _parse_text(data, self.columns, note, self.delimiter)
         except pa.ArrowInvalid as failure:
@@ -383,6 +385,11 @@ class CsvInput(TextFile):
             raise DataError(f"{self._place(rows[0])}: a quote stands inside an unquoted field")
         batches: list[pa.RecordBatch] = table.combine_chunks().to_batches()
         return batches[0]
+
+    def _refuse_returns(self, records: Sequence[bytes], rows: Sequence[int]) -> None:
+        for record, row in zip(records, rows, strict=True):
+            if any(b"\r" in part for part in record.rstrip(b"\r\n").split(b'"')[::2]):
+                raise DataError(f"{self._place(row)}: a carriage return stands outside quotes")
 
     def _invalid(self, failure: Exception, records: Sequence[bytes], rows: Sequence[int]) -> str:
         for record, row in zip(records, rows, strict=True):

@@ -98,6 +98,8 @@ class RequestTemplate:
         body: Row = {"model": self._model}
         for name, render in self._fields.items():
             body[name] = render(row)
+        if isinstance(messages := body.get("messages"), list):
+            body["messages"] = [*map(_without_nulls, messages)]
         _refuse_empty(body)
         return body
 
@@ -115,6 +117,17 @@ class RequestTemplate:
         if body.get("model") in {None, "default"}:
             return {**body, "model": self._model}
         return body
+
+
+def _without_nulls(message: object) -> object:
+    """Without the keys that it has in Parquet as others have them, and in its parts and calls."""
+    if not isinstance(message, dict):
+        return message
+    return {
+        key: [*map(_without_nulls, value)] if isinstance(value, list) else value
+        for key, value in message.items()
+        if value is not None or key == "content"
+    }
 
 
 def _check_columns(spec: JobSpec, compiler: Compiler, columns: Sequence[str]) -> None:

@@ -12,11 +12,13 @@ import decimal
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from jinja2 import StrictUndefined, Template, TemplateSyntaxError, meta, nodes
+from jinja2 import StrictUndefined, Template, TemplateSyntaxError, meta, nodes, pass_environment
 from jinja2.exceptions import SecurityError
+from jinja2.filters import make_attrgetter
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from pydantic import JsonValue
 
@@ -90,16 +92,32 @@ class JobEnvironment(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
 
+class _RowEnvironment(JobEnvironment):
+    """Keys go before methods, and null is no part of a text."""
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """The value of a key, or else an attribute."""
+        is_key = isinstance(obj, Mapping) and attribute in obj
+        return obj[attribute] if is_key else super().getattr(obj, attribute)
+
+    def _generate(self, source: nodes.Template, *names: Any, **how: Any) -> str:
+        """Both sides of `~` go through the filter `string`, which refuses null."""
+        for each in source.find_all(nodes.Concat):
+            each.nodes = [nodes.Filter(it, "string", [], [], None, None) for it in each.nodes]
+        return super()._generate(source, *names, **how)
+
+
 def make_environment() -> JobEnvironment:
     """A fresh environment for one job's templates."""
-    environment = JobEnvironment(
+    environment = _RowEnvironment(
         undefined=StrictUndefined,
         autoescape=False,
         keep_trailing_newline=True,
         finalize=_refuse_null,
     )
-    environment.filters["fromjson"] = _from_json
-    environment.filters["tojson"] = _to_json
+    for name in _TEXT_FILTERS:
+        environment.filters[name] = _without_null(environment.filters[name])
+    environment.filters |= {"fromjson": _from_json, "join": _join, "tojson": _to_json}
     return environment
 
 
@@ -139,7 +157,38 @@ def _refuse_null(value: object) -> object:
         raise ValueError("a value is null; write {{ column | default('', true) }} to allow it")
     if isinstance(value, bytes):
         raise ValueError("a value is bytes, not text")
+    if callable(value) and not isinstance(value, StrictUndefined):
+        raise ValueError("a value is a function, not text")
     return value
+
+
+_TEXT_FILTERS = (
+    {"capitalize", "center", "e", "escape", "forceescape", "format", "indent", "lower", "replace"}
+    | {"safe", "string", "striptags", "title", "trim", "truncate", "upper", "urlencode", "urlize"}
+    | {"wordcount", "wordwrap"}
+)
+
+
+def _without_null(text_filter: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(text_filter)
+    def checked(*values: object, **settings: object) -> object:
+        if any(value is None for value in values):
+            _refuse_null(None)
+        return text_filter(*values, **settings)
+
+    return checked
+
+
+@pass_environment
+def _join(
+    environment: JobEnvironment,
+    items: Iterable[object],
+    d: object = "",
+    attribute: str | int | None = None,
+) -> str:
+    if attribute is not None:
+        items = map(make_attrgetter(environment, attribute), items)
+    return str(d).join(str(_refuse_null(item)) for item in items)
 
 
 def _from_json(text: object) -> object:

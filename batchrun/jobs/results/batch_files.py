@@ -13,11 +13,11 @@ import xxhash
 from batchrun.errors import DataError
 from batchrun.files import PRIVATE_MODE, HashedFile, atomic_file
 from batchrun.jobs.inputs.input_data import InputData
-from batchrun.jobs.results.output_file import every_row
+from batchrun.jobs.results.output_file import every_row, on_one_line
 from batchrun.store.batches import BatchRecord, ResultFiles
 from batchrun.store.files import NewFile, new_file_id
 from batchrun.store.results import StoredResult
-from batchrun.strict import parse_json
+from batchrun.strict import parse_reply
 from batchrun.types import ProgressSink, RowError, token_count
 
 EXPIRES_AFTER_S = 30 * 86_400
@@ -150,14 +150,14 @@ def _failure(error: RowError, request_id: str) -> str:
 
 
 def _one_line(body: bytes) -> bytes:
-    """An engine's reply as it is, on one line: line ends stand between values only."""
-    return body.replace(b"\n", b" ").replace(b"\r", b" ")
+    """An engine's reply, on one line: ASCII's line ends stand between values only."""
+    return on_one_line(body).replace(b"\n", b" ").replace(b"\r", b" ")
 
 
 def _reasoning_tokens(body: bytes) -> int:
     if b'"reasoning_tokens"' not in body:
         return 0
-    reply = parse_json(body)
+    reply = parse_reply(body)
     usage = reply.get("usage") if isinstance(reply, dict) else None
     details = isinstance(usage, dict) and (
         usage.get("completion_tokens_details") or usage.get("output_tokens_details")

@@ -20,7 +20,7 @@ from batchrun.jobs.inputs.rows import Row, native_rows, plain_json
 from batchrun.jobs.results.output_parts import PartSink, Sink, atomic_folder
 from batchrun.jobs.spec import OUTPUT_COLUMNS, JobSpec
 from batchrun.store.results import StoredResult
-from batchrun.strict import parse_json
+from batchrun.strict import parse_reply
 from batchrun.types import ProgressSink, RowError
 
 
@@ -43,7 +43,7 @@ def response_text(endpoint: str, body: bytes) -> str | None:
     """The answer in an engine's reply: the text of choice 0, tool calls as JSON text when there
     is no text, an embedding as a JSON list. None when the reply holds no answer."""
     try:
-        reply = parse_json(body)
+        reply = parse_reply(body)
     except ValueError:
         return None
     if not isinstance(reply, Mapping):
@@ -53,6 +53,13 @@ def response_text(endpoint: str, body: bytes) -> str | None:
     if endpoint == "/v1/responses":
         return _responses_text(reply)
     return _choice_text(_first(reply.get("choices")))
+
+
+def on_one_line(text: bytes) -> bytes:
+    """JSON whose strings hold nothing that readers may take for the end of a line."""
+    for mark in "\u2028\u2029\x85":
+        text = text.replace(mark.encode(), f"\\u{ord(mark):04x}".encode())
+    return text
 
 
 def error_text(error: RowError | None) -> str | None:
@@ -130,7 +137,7 @@ class JsonlSink:
             first, *rest = result.items()
             values = dict([first, *row.items(), *map(_as_object, rest)])
             lines.append(json.dumps(plain_json(values), ensure_ascii=self._is_seen) + "\n")
-        self._file.write("".join(lines).encode("utf-8", "backslashreplace"))
+        self._file.write(on_one_line("".join(lines).encode("utf-8", "backslashreplace")))
 
     def close(self) -> None:
         """Nothing is left over."""
