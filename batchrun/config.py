@@ -268,6 +268,21 @@ class DeploymentFile(Strict):
         return self
 
     @model_validator(mode="after")
+    def _fleets_share_no_port(self) -> DeploymentFile:
+        """Ray may place any two of one address on one node."""
+        taken: dict[str, frozenset[int]] = {}
+        for engine in self.engines:
+            if engine.ray is not None:
+                others = taken.get(engine.ray.address, frozenset())
+                if others & engine.ray.ports:
+                    raise ValueError(
+                        f"fleet {engine.name} has ports of another fleet at Ray "
+                        f"{engine.ray.address}: give it 'port' {max(others) + 1} under 'ray'"
+                    )
+                taken[engine.ray.address] = others | engine.ray.ports
+        return self
+
+    @model_validator(mode="after")
     def _classes_make_sense(self) -> DeploymentFile:
         """With `slo: auto` that is known when the engines are started."""
         if isinstance(self.slo, SloConfig):

@@ -121,6 +121,12 @@ class RayConfig(Strict):
             raise ValueError(f"port {self.port} leaves no room for those that follow it")
         return self
 
+    @property
+    def ports(self) -> frozenset[int]:
+        """Those of its agents and of their engines."""
+        firsts = (self.port, self.port + MAX_REPLICAS)
+        return frozenset(first + each for first in firsts for each in range(self.replicas.most))
+
 
 class EngineConfig(Strict):
     """One engine. With `attach` it is a URL of a running vLLM, with `agent` that of an agent beside

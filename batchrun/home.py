@@ -94,6 +94,10 @@ class Home:
         """The record of an agent that runs in the background."""
         return self.run / f"agent-{name}.json"
 
+    def replica_process(self, name: str) -> Path:
+        """The record of the agent of a fleet's replica, which whoever leads has ended."""
+        return self.run / f"replica-{name}.json"
+
     def fleet(self, name: str) -> Path:
         """What was last told of the replicas of a fleet; beside it, with other endings, lies what
         belongs to it."""

@@ -279,7 +279,7 @@ class MachineFleet:
         for ip in self.cluster.nodes:
             home = self.cluster.home(ip)
             engine = home / "agents" / name / "run" / f"engine-{name}.json"
-            record = engine if what == "engine" else home / "run" / f"agent-{name}.json"
+            record = engine if what == "engine" else home / "run" / f"replica-{name}.json"
             with suppress(OSError, ValueError, psutil.Error):
                 process = psutil.Process(int(json.loads(record.read_text())["pid"]))
                 return process.parents()[0] if what == "actor" else process

@@ -207,7 +207,7 @@ class FleetRig(DeploymentRig):
         """The `actor`, `agent` or `engine` of a replica."""
         home = self.cluster.home(self.placed()[name])
         engine = home / "agents" / name / "run" / f"engine-{name}.json"
-        record = engine if what == "engine" else home / "run" / f"agent-{name}.json"
+        record = engine if what == "engine" else home / "run" / f"replica-{name}.json"
         process = psutil.Process(int(json.loads(record.read_text())["pid"]))
         parent = process.parent()
         assert parent is not None

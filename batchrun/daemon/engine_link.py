@@ -51,8 +51,7 @@ Engine = ManagedEngine | AttachedEngine | AgentEngine
 """An engine as the daemon sees it, whoever starts it."""
 
 ANSWER_WAIT_S = 2.0
-HISTORY_S = 30.0
-HISTORY_STEP_S = 1.0
+HISTORY_S, HISTORY_STEP_S = 30.0, 1.0
 STALE_S = 5.0
 """An engine that was not heard for so long shows nothing."""
 
@@ -164,16 +163,20 @@ class EngineLink:
             log.warning("engine %s sent telemetry that cannot be read: %s", self.name, error)
             return
         is_new = self._latest is None or self._latest[1].start_id != telemetry.start_id
-        self._remember(time.monotonic(), telemetry, is_new=is_new)
+        if is_new:
+            self.forget()
+        self._remember(time.monotonic(), telemetry)
         if is_new:
             on_start()
 
-    def _remember(self, now_s: float, telemetry: Telemetry, *, is_new: bool) -> None:
+    def forget(self) -> None:
+        """What was heard is of an engine that has gone."""
+        self._latest = self._answer = None
+        self._history.clear()
+
+    def _remember(self, now_s: float, telemetry: Telemetry) -> None:
         self._latest = (now_s, telemetry)
         history = self._history
-        if is_new:
-            history.clear()
-            self._answer = None
         if not history or now_s - history[-1][0] >= HISTORY_STEP_S:
             history.append(self._latest)
         while history[0][0] < now_s - HISTORY_S:
@@ -242,8 +245,7 @@ class Steering:
         before = self.policy, self.token_budget, self.online_queue
         self.policy, self.token_budget, self.online_queue = policy, token_budget, online_queue
         answers = await self.order_all()
-        refusal = _refusal(answers)
-        if refusal is not None:
+        if (refusal := _refusal(answers)) is not None:
             self.policy, self.token_budget, self.online_queue = before
             await self.order_all()
             raise StateError(refusal)
@@ -294,10 +296,8 @@ class Steering:
             for name, answer in answers.items():
                 if answer is not None and answer.error is not None:
                     log.warning("engine %s: %s", name, answer.error)
-            is_missed = any(
-                answer is None and self.links[name][0].telemetry is not None
-                for name, answer in answers.items()
-            )
+            silent = [self.links[name][0] for name, answer in answers.items() if answer is None]
+            is_missed = any(link.telemetry is not None for link in silent)
             with suppress(TimeoutError):
                 async with asyncio.timeout(RETRY_S if is_missed else RENEW_S):
                     await self._wake.wait()
@@ -305,8 +305,7 @@ class Steering:
     def _orders(self, name: str, nonce: str, calls_from: int | None = None) -> Orders:
         running = list(self.running_jobs())[:MAX_JOBS]
         oldest_s = time.monotonic() - FORGET_S
-        for job_id in [job for job, at_s in self._ended_at_s.items() if at_s < oldest_s]:
-            del self._ended_at_s[job_id]
+        self._ended_at_s = {job: at_s for job, at_s in self._ended_at_s.items() if at_s >= oldest_s}
         ended = [job_id for job_id in self._ended_at_s if job_id not in running]
         return Orders(
             nonce=nonce,
@@ -335,8 +334,7 @@ def _refusal(answers: Mapping[str, Answer | None]) -> str | None:
 LOOK_S, MAX_LOOKS = 1.0, 180
 """180 s: longer than a process that batchrun started lives without an answer."""
 GONE = frozenset({EnginePhase.RESTARTING, EnginePhase.FAILED, EnginePhase.STOPPED})
-SCHEDULER_WINDOW = (256, 2_000_000)
-PLAIN_WINDOW = (32, 400_000)
+SCHEDULER_WINDOW, PLAIN_WINDOW = (256, 2_000_000), (32, 400_000)
 """(rows, prompt tokens) where batchrun.yaml says nothing."""
 
 
@@ -428,12 +426,11 @@ class Slot(EngineSlot):
 
     @property
     def num_other_calls(self) -> int:
-        telemetry = self._telemetry
-        if telemetry is None:
+        telemetry, num_arrived = self._telemetry, self.num_arrived
+        if telemetry is None or num_arrived is None:
             return 0
-        online, offline = telemetry.online, telemetry.offline
-        num_flex = max(0, offline.num_running + offline.num_waiting - len(self.in_flight))
-        return online.num_running + online.num_waiting + num_flex
+        num_flex = max(0, num_arrived - len(self.in_flight))
+        return telemetry.online.num_running + telemetry.online.num_waiting + num_flex
 
     @property
     def _telemetry(self) -> Telemetry | None:
@@ -445,7 +442,10 @@ class Slot(EngineSlot):
         while True:
             if self.engine.state in {EnginePhase.READY, EnginePhase.UNREACHABLE}:
                 has_rows = self.has_sent and is_offline_on()
-                look = self.link.look(has_rows=has_rows) if self.link is not None else None
+                link, told = self.link, None if self.agent is None else self.agent.state
+                if link is not None and told is not None and not told.runs_scheduler:
+                    link.forget()
+                look = link.look(has_rows=has_rows) if link is not None else None
                 if look is None:
                     look = await self.engine.client.look()
                     if look is SILENCE:

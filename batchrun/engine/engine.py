@@ -39,6 +39,7 @@ _NUM_FAILED_CHECKS = 3
 _WATCH_AGAIN_S = 0.5
 LONGEST_START = 12
 """So many times `start_timeout_s` an engine may start, whatever it writes."""
+_NUM_START_LOOKS = 20
 _HUNG_GRACE_S = 1.0
 """An engine that hangs hears no SIGTERM."""
 
@@ -173,14 +174,18 @@ class ManagedEngine:
             raise EngineError(line) from error
 
     async def _wait_ready(self, record: ProcessRecord) -> None:
-        """A start may take as long as the engine writes of it, such as of a model that it loads
-        over a slow network."""
+        """A start may take as long as the engine writes of it or moves data, such as of a model
+        that it loads over a slow network."""
         timeout_s, began_s = self.settings.start_timeout_s, time.monotonic()
-        deadline_s, position = began_s + timeout_s, self._follower.position
+        deadline_s, look_at_s, num_mib = began_s + timeout_s, began_s, 0
+        shown = self._follower.position, num_mib
         while not await self.client.is_healthy():
             await self._follow_log()
-            if self._follower.position != position:
-                position = self._follower.position
+            if time.monotonic() >= look_at_s:
+                num_mib = await asyncio.to_thread(process.num_moved_mib, record)
+                look_at_s = time.monotonic() + timeout_s / _NUM_START_LOOKS
+            before, shown = shown, (self._follower.position, num_mib)
+            if shown != before:
                 longest_s = began_s + LONGEST_START * timeout_s
                 deadline_s = min(time.monotonic() + timeout_s, longest_s)
             was_killed = await asyncio.to_thread(process.was_killed, record)

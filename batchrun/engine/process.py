@@ -224,6 +224,16 @@ def find_family(record: ProcessRecord) -> list[psutil.Process]:
     return [process for process in psutil.process_iter() if _belongs(process, record)]
 
 
+def num_moved_mib(record: ProcessRecord) -> int:
+    """What the child and its descendants have read and written; of a download, its file."""
+    num_bytes = 0
+    for process in find_family(record):
+        with suppress(psutil.Error):
+            moved = process.io_counters()
+            num_bytes += moved.read_chars + moved.write_chars
+    return num_bytes >> 20
+
+
 def hash_argv(argv: Sequence[str], secret: str | None = None) -> str:
     """A hash of an argument list and a secret; equal ones give equal hashes."""
     content = [*argv] if secret is None else [*argv, secret]

@@ -21,6 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -55,6 +56,8 @@ STEADY_S = 60.0
 ORDER_LASTS_S = 2.5
 """A daemon repeats its order while it leads. After so long without one it may be stopped or cut
 off, and another may lead: nothing is placed or ended any more."""
+_order_clock_s = partial(time.clock_gettime, getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
+"""Also goes on while the machine is suspended, where the platform has such a clock."""
 DEATH_PAUSE_S = 15.0
 """A node on which the actor cannot even begin gets it again after so long."""
 EXIT_NO_RAY = 3
@@ -73,7 +76,7 @@ class ReplicaActor:
         self._owner = owner
         self._host = node_address()
         self._home = Home(Path(os.environ.get("BATCHRUN_HOME") or DEFAULT_HOME))
-        self._record_path = self._home.agent_process(self._spec.name)
+        self._record_path = self._home.replica_process(self._spec.name)
         self._said = "the agent is started"
         self._is_ending, self._has_ended = threading.Event(), False
         self._ends_by_s = math.inf
@@ -116,7 +119,9 @@ class ReplicaActor:
         """Start the agent, and return when it has ended. Raises OSError, ConfigError."""
         spec, home = self._spec, self._home
         log_path = home.log / f"agent-{spec.name}.log"
-        process.stop_agent(self._record_path)
+        # Actors of an older batchrun keep the record of their agent as one of any other.
+        for record_path in (home.agent_process(spec.name), self._record_path):
+            process.stop_agent(record_path)
         own = home.agent(spec.name)
         own.create()
         secret_file, config = own.path / "fleet-secret", own.path / "batchrun.json"
@@ -407,13 +412,13 @@ class _Orders(threading.Thread):
     def latest(self) -> FleetOrder:
         """The last one; only to look, where it is older than an order lasts."""
         assert self._latest is not None
-        is_old = time.monotonic() - self._came_at_s > ORDER_LASTS_S
+        is_old = _order_clock_s() - self._came_at_s > ORDER_LASTS_S
         return msgspec.structs.replace(self._latest, leads=self._latest.leads and not is_old)
 
     def run(self) -> None:
         for line in sys.stdin.buffer:
             self._latest = msgspec.json.decode(line, type=FleetOrder)
-            self._came_at_s = time.monotonic()
+            self._came_at_s = _order_clock_s()
             self.came.set()
         os._exit(0)
 

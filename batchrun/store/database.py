@@ -27,13 +27,15 @@ MIGRATION_WAIT_S = 10.0
 SURE_S = 2.0
 """What a leader orders of a fleet lasts for 2.5 s, and 5 s after its lock was last seen another may
 lead: the one has ended by then."""
+clock_s = partial(time.clock_gettime, getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
+"""Also goes on while the machine is suspended, where the platform has such a clock."""
 
 
 class Store:
     """A handle on the store. Its methods of reading and writing live in `jobs` and `results`.
 
     Thread-safe: each transaction takes a pooled connection of its own. SQLAlchemy objects never
-    leave `store/`. `led_at_s` is when its daemon was last seen to lead, on the monotonic clock.
+    leave `store/`. `led_at_s` is when its daemon was last seen to lead, on `clock_s`.
     `name` is what messages call the store: a path, or host and database. `term` is
     that in which its daemon leads, None for whoever is no daemon: on PostgreSQL no transaction of
     an earlier term can write, nor one on another `timeline`, where that is known.
@@ -56,7 +58,7 @@ class Store:
     def leads_surely(self) -> bool:
         """Whether no other daemon can lead: one that was stopped for longer, or cut off, is to
         steer nothing before it has looked."""
-        return self.is_sqlite or time.monotonic() - self.led_at_s < SURE_S
+        return self.is_sqlite or clock_s() - self.led_at_s < SURE_S
 
     @contextmanager
     def read(self) -> Iterator[Connection]:

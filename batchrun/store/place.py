@@ -13,7 +13,7 @@ from batchrun.errors import ConfigError, NotLeadingError, StoreError, StoreUnrea
 from batchrun.files import HeldLock, write_atomically
 from batchrun.home import Home
 from batchrun.store import api_keys, files
-from batchrun.store.database import Store, name_of, open_store, open_to_read
+from batchrun.store.database import Store, clock_s, name_of, open_store, open_to_read
 from batchrun.store.jobs import list_jobs, read_leader
 from batchrun.store.postgresql import (
     DAEMON_LOCK,
@@ -87,7 +87,7 @@ class DaemonLock(HeldLock):
             )
         # Asked on the lock's own connection: while it lives, nobody else can begin to lead.
         (self._store.term,), self._store.timeline = self._ask(NEWEST_TERM), timeline
-        self._store.led_at_s = time.monotonic()
+        self._store.led_at_s = clock_s()
         return True
 
     def check(self) -> None:
@@ -99,7 +99,7 @@ class DaemonLock(HeldLock):
         """
         if self._store.is_sqlite:
             return
-        asked_at_s = time.monotonic()
+        asked_at_s = clock_s()
         if self._is_held:
             with suppress(StoreError):
                 self._ask("SELECT 1")

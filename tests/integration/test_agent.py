@@ -10,6 +10,8 @@ import ssl
 import subprocess
 import sys
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -85,6 +87,13 @@ async def test_rows_end_while_no_daemon_is_there_and_run_once(tmp_path: Path) ->
         async with rig.connected() as third:
             assert await inherited(third.client) <= {10}
     assert rig.num_executions() == 10
+
+
+async def test_an_agent_says_again_what_has_not_changed(rig: AgentRig) -> None:
+    """A ping waits behind a large frame: what comes from the other end tells that it is there."""
+    async with rig.running(), rig.connected() as engine:
+        told = engine.client.state
+        await until(lambda: engine.client.state is not told and engine.client.state == told)
 
 
 async def test_outcomes_outlive_the_agent_once_they_are_kept(tmp_path: Path) -> None:
@@ -230,6 +239,29 @@ async def test_a_row_that_is_taken_back_is_aborted_and_not_kept(tmp_path: Path) 
             await asyncio.sleep(0.1)
         async with rig.connected() as engine:
             assert await inherited(engine.client) == set()
+
+
+async def test_a_reply_that_waits_for_room_and_is_not_wanted_any_more_is_not_kept(
+    rig: AgentRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("batchrun.engine.agent.remote.LONG_REPLY_BYTES", 0)
+    waits = asyncio.Event()
+
+    @asynccontextmanager
+    async def room() -> AsyncIterator[None]:
+        waits.set()
+        await asyncio.Event().wait()
+        yield
+
+    async with rig.running():
+        async with rig.connected() as engine:
+            sent = asyncio.create_task(engine.client.execute(make_request(row=1), room=room))
+            await waits.wait()
+            sent.cancel()
+            await asyncio.wait([sent])
+            await engine.client.execute(make_request(row=2))
+        async with rig.connected() as engine:
+            assert await inherited(engine.client) == {2}
 
 
 async def test_rows_of_an_agent_that_died_are_lost_and_the_next_one_takes_rows(

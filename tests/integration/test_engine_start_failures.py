@@ -12,7 +12,7 @@ import pytest
 from engine_builders import fake_settings, with_program
 
 from batchrun.engine.command import ManagedSettings
-from batchrun.engine.engine import LONGEST_START, ManagedEngine
+from batchrun.engine.engine import ManagedEngine
 from batchrun.errors import EngineError
 from batchrun.types import EnginePhase
 
@@ -60,14 +60,18 @@ async def test_an_engine_that_is_never_ready_is_ended(tmp_path: Path) -> None:
     assert not [child for child in psutil.Process().children() if runs(child, program)]
 
 
-async def test_an_engine_that_writes_of_its_start_has_longer_for_it(tmp_path: Path) -> None:
-    program = (
-        "import time\nwhile True: time.sleep(0.1); print('downloading', end='\\r', flush=True)"
-    )
+@pytest.mark.parametrize(
+    "shows", ["print('downloading', end='\\r', flush=True)", "null.write(bytes(1 << 20))"]
+)
+async def test_an_engine_that_writes_of_its_start_or_fetches_something_has_longer_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shows: str
+) -> None:
+    monkeypatch.setattr("batchrun.engine.engine.LONGEST_START", 4)
+    program = f"import time\nnull = open('/dev/null', 'wb')\nwhile True: time.sleep(0.1); {shows}"
     settings = with_program(fake_settings(tmp_path, start_timeout_s=1.0), program)
     line = await start_error(settings)
     found = re.search(r"was not ready after (\d+) s", line)
-    assert found is not None and int(found[1]) >= LONGEST_START
+    assert found is not None and int(found[1]) >= 4
 
 
 async def test_a_port_in_use_is_named(tmp_path: Path) -> None:

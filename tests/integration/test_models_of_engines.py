@@ -114,7 +114,7 @@ def test_routers_know_of_an_engine_what_it_has_told(tmp_path: Path) -> None:
     slot.kv = KvConfig(16, 500, is_prefix_caching_on=True)
     slot.link = EngineLink(EngineSockets(tmp_path / "engine"), "one")
     told = Telemetry("start", 0.0, "echo", 512, is_offline_on=True, max_running=8)
-    slot.link._remember(0.0, told, is_new=True)
+    slot.link._remember(0.0, told)
 
     assert before == {}
     assert traits_of(slot, None) == {"kv_tokens": 8_000, "max_running": 8, "budget_tokens": 512}

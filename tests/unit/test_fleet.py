@@ -8,15 +8,19 @@ import json
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import msgspec
 import pytest
 from agent_rig import AgentRig, until
+from sqlalchemy import create_engine, make_url
 
 from batchrun.config import load_deployment
 from batchrun.daemon.engine_link import Slot
 from batchrun.daemon.fleets import Fleets, empty
+from batchrun.engine import ray
+from batchrun.engine.agent.messages import Leadership
 from batchrun.engine.agent.remote import AgentAddress
 from batchrun.engine.fleet_messages import (
     FleetOrder,
@@ -36,6 +40,8 @@ from batchrun.errors import ConfigError, EngineError, InputError
 from batchrun.home import Home
 from batchrun.pool.row_queue import Window
 from batchrun.server.api.standby import reached
+from batchrun.store import database
+from batchrun.store.database import Store
 from batchrun.store.jobs import Leader
 from batchrun.types import EnginePhase, Request
 from benchmarks.deployment import free_port
@@ -77,6 +83,17 @@ def test_replicas_may_not_have_the_name_of_another_engine(tmp_path: Path) -> Non
     other = {"name": "fleet-2", "attach": "http://127.0.0.1:1"}
     with pytest.raises(ConfigError, match="two engines have the same 'name'"):
         load_deployment(write(tmp_path, FLEET, other))
+
+
+def test_fleets_of_one_ray_share_no_port(tmp_path: Path) -> None:
+    for port in (8100, 8102, 8612, 7588):
+        other = {"name": "other", "ray": RAY | {"port": port}}
+        with pytest.raises(ConfigError, match=r"fleet other has ports .* give it 'port' 8615"):
+            load_deployment(write(tmp_path, FLEET, other))
+    for free in ({"port": 8615}, {"port": 8103}, {"address": "10.0.0.2:6379"}):
+        load_deployment(write(tmp_path, FLEET, {"name": "other", "ray": RAY | free}))
+    with pytest.raises(ConfigError, match="fleet other has ports"):
+        load_deployment(tmp_path / "batchrun.yaml", ray_address="10.0.0.1:6379")
 
 
 def test_the_address_that_is_given_to_up_counts(tmp_path: Path) -> None:
@@ -170,8 +187,10 @@ def test_a_fleet_that_may_be_larger_has_the_replicas_that_it_had(tmp_path: Path)
 async def test_a_fleet_has_the_size_that_was_asked_for_last(tmp_path: Path) -> None:
     path = write(tmp_path, {**FLEET, "ray": {"replicas": {"min": 1, "max": 3}}})
 
-    async def target(resized: int | None, *, leads: bool = True) -> int:
+    async def target(resized: int | None, *, leads: bool = True, term: int = 0) -> int:
         fleets = Fleets(load_deployment(path), Home(tmp_path / "home"))
+        for engine in fleets.engines("fleet"):
+            engine.client.leadership = Leadership("postgresql://h/d", term)
         fleets.start((), (lambda: True) if leads else None)
         if resized is not None:
             fleets.resize("fleet", resized, (), 0)
@@ -188,6 +207,26 @@ async def test_a_fleet_has_the_size_that_was_asked_for_last(tmp_path: Path) -> N
     # Another daemon leads now, and may ask for another size.
     await target(None, leads=False)
     assert await target(None) == 1
+    assert await target(3, term=4) == 3
+    assert await target(None, term=5) == 3
+    # One led in between while this home had no daemon.
+    assert await target(None, term=7) == 1
+
+
+def test_time_in_which_the_machine_was_suspended_counts_for_a_leader_and_its_orders(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(time, "monotonic", lambda: 1.0)
+    monkeypatch.setattr(database, "SURE_S", 0.2)
+    monkeypatch.setattr(ray, "ORDER_LASTS_S", 0.2)
+    store, orders = Store(create_engine("sqlite://"), make_url("postgresql://h/d")), ray._Orders()
+    orders._latest = FleetOrder("fleet", "auto", "0", 1, 1, (), leads=True)
+    store.led_at_s = orders._came_at_s = database.clock_s()
+    while any([store.leads_surely, orders.latest.leads]):
+        time.sleep(0.05)
+    store.led_at_s = orders._came_at_s = database.clock_s() + 60
+    assert all([store.leads_surely, orders.latest.leads])
+    store.close()
 
 
 def test_a_fleet_that_is_not_there_or_too_large_is_refused(tmp_path: Path) -> None:
@@ -218,16 +257,16 @@ async def test_an_engine_follows_its_agent_and_rows_that_stayed_behind_run_again
     rigs = [AgentRig(tmp_path / name, "--latency-s=30") for name in ("old", "new")]
     rigs[1].secret_file.write_bytes(rigs[0].secret_file.read_bytes())
     rigs[1].secret = rigs[0].secret
-    spec = ReplicaSpec("fleet-0", rigs[0].port, "", "", "")
+    spec = ReplicaSpec("fake", rigs[0].port, "", "", "")
     engine = ReplicaEngine(
-        AgentAddress(name="fleet-0", url="", secret_file=rigs[0].secret_file), spec, lambda: ""
+        AgentAddress(name="fake", url="", secret_file=rigs[0].secret_file), spec, lambda: ""
     )
     engine.is_wanted = True
     assert engine.state is EnginePhase.STARTING
     try:
         async with rigs[0].running(), rigs[1].running():
             engine.client.connect()
-            engine.see(PlacedReplica("fleet-0", "127.0.0.1"))
+            engine.see(PlacedReplica("fake", "127.0.0.1"))
             await until(lambda: engine.state is EnginePhase.READY)
             row = Request("job", 0, 0, 0, "/v1/completions", {"model": "fake", "prompt": "x"})
             sent = asyncio.create_task(engine.client.execute(row))
@@ -239,6 +278,24 @@ async def test_an_engine_follows_its_agent_and_rows_that_stayed_behind_run_again
             assert engine.client.base_url == rigs[1].url
     finally:
         await engine.stop()
+
+
+async def test_a_replica_takes_no_other_replicas_agent_for_its_own(tmp_path: Path) -> None:
+    rig = AgentRig(tmp_path)
+    spec = ReplicaSpec("large-0", rig.port, "", "", "")
+    address = AgentAddress(name=spec.name, url="", secret_file=rig.secret_file)
+    engines = [ReplicaEngine(address, spec, lambda: "") for _ in range(2)]
+    async with rig.running():
+        watching = asyncio.create_task(engines[0].client.watch_from_afar())
+        engines[1].client.connect()
+        for engine in engines:
+            engine.see(PlacedReplica("large-0", "127.0.0.1"))
+            await until(lambda: "engine fake has its port" in engine.client.trouble)  # noqa: B023
+            assert engine.client.state is None
+        watching.cancel()
+        await asyncio.wait([watching])
+        for engine in engines:
+            await engine.stop()
 
 
 async def test_an_engine_whose_agent_does_not_answer_the_daemon_may_have_calls(

@@ -120,7 +120,7 @@ def test_a_scheduler_tells_of_all_rows_that_it_has(tmp_path: Path) -> None:
     before = slot.num_arrived
     told = Telemetry("start", 0.0, "echo", 512, is_offline_on=True)
     offline = ClassTelemetry(num_running=3, num_waiting=4)
-    slot.link._remember(time.monotonic(), replace(told, offline=offline), is_new=True)
+    slot.link._remember(time.monotonic(), replace(told, offline=offline))
 
     assert (before, slot.num_arrived) == (None, 7)
     assert math.isfinite(slot.opens_at_s(10**6, 0.0))

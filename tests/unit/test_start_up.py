@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from batchrun.control.starting import _remember_start, _usual_start
+from batchrun.control.starting import _remember_start, _usual_start, stop_everything
+from batchrun.engine import process
 from batchrun.home import Home
 
 
@@ -35,3 +36,17 @@ def test_a_start_says_how_long_the_last_one_took(tmp_path: Path) -> None:
         said.append(_usual_start(home))
 
     assert said == ["", *[" (the last start took 31 s)"] * 2]
+
+
+def test_down_leaves_replicas_on_this_node_to_whoever_leads(tmp_path: Path) -> None:
+    home = Home(tmp_path)
+    home.create()
+    records = [
+        process.spawn(["sleep", "60"], env={}, log_path=home.log / "a", record_path=path)
+        for path in (home.agent_process("a"), home.replica_process("fleet-0"))
+    ]
+    try:
+        assert stop_everything(home) == ["agent of engine a"]
+        assert [process.is_alive(record) for record in records] == [False, True]
+    finally:
+        process.terminate(records[1], 1.0)

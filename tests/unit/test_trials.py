@@ -166,7 +166,7 @@ def test_a_suspect_does_not_run_alone_beside_a_call_that_runs_as_offline_work(
     told = Telemetry("start", 0.0, "echo", 512, is_offline_on=True)
     are_alone = []
     for offline in (ClassTelemetry(num_running=1), ClassTelemetry(num_waiting=1), ClassTelemetry()):
-        slot.link._remember(time.monotonic(), replace(told, offline=offline), is_new=False)
+        slot.link._remember(time.monotonic(), replace(told, offline=offline))
         are_alone.append(slot.is_left_alone(10.0))
 
     assert are_alone == [False, False, True]

@@ -21,13 +21,17 @@ from batchrun.daemon.dispatch import Assigner
 from batchrun.daemon.engine_link import EngineLink, Slot
 from batchrun.daemon.job import ActiveJob
 from batchrun.engine import progress as progressing
+from batchrun.engine.agent.engine import AgentEngine, AgentWire
 from batchrun.engine.agent.held_rows import KeptOutcomes, RowKeeper
-from batchrun.engine.agent.messages import SentRow
+from batchrun.engine.agent.messages import AgentState, SentRow
+from batchrun.engine.agent.remote import AgentAddress
+from batchrun.engine.agent.server import Agent, AgentSettings
 from batchrun.engine.client import EngineClient
 from batchrun.engine.command import AttachedSettings
 from batchrun.engine.engine import AttachedEngine
 from batchrun.engine.progress import SILENT_S
 from batchrun.engine.sockets import EngineSockets
+from batchrun.mutual_tls import read_or_make_secret, server_context
 from batchrun.pool.row_queue import Window
 from batchrun.types import EnginePhase, Outcome, OutcomeKind
 from batchrun.wire import ClassTelemetry, Telemetry, encode
@@ -137,6 +141,47 @@ async def test_of_an_engine_that_is_heard_its_scheduler_tells_whether_it_gets_on
         link._hear_telemetry(lambda: None, encode(replace(TOLD, online=WORKING)))
         while not slot.engine.progress.stalled_s:
             await asyncio.sleep(0.01)
+
+
+async def test_what_a_scheduler_said_that_is_gone_tells_nothing_of_the_engine(
+    tmp_path: Path,
+) -> None:
+    secret = read_or_make_secret(tmp_path / "secret")
+    address = AgentAddress(name="one", url="https://127.0.0.1:1", secret_file=tmp_path / "secret")
+    engine, attached = AgentEngine(address), AttachedSettings(name="one", url="http://127.0.0.1:1")
+    beside = AttachedEngine(attached)
+    settings = AgentSettings(
+        name="one",
+        host="127.0.0.1",
+        port=1,
+        tls=server_context(secret),
+        channel=tmp_path / "engine",
+        last_steps=tmp_path / "steps",
+        kept=tmp_path / "kept.db",
+    )
+    agent, link = Agent(beside, settings), EngineLink(AgentWire(engine.client), "one")
+    slot = Slot(engine, uses_priority=False, window=Window(9, 10**9), link=link)
+    watching = asyncio.create_task(slot.watch_progress(lambda: True))
+
+    async def tell(started: int) -> AgentState:
+        beside.started, beside.state = started, EnginePhase.READY
+        state = engine.client.state = agent._report_now()
+        for _ in range(20):
+            await asyncio.sleep(engine_link.LOOK_S)
+        return state
+
+    try:
+        await tell(1)
+        agent._hear_telemetry(encode(TOLD))
+        link._hear_telemetry(lambda: None, encode(TOLD))
+        assert (await tell(1)).runs_scheduler and link.telemetry is not None
+        # vLLM is started anew without batchrun's scheduler.
+        assert not (await tell(2)).runs_scheduler and link.look(has_rows=False) is None
+    finally:
+        watching.cancel()
+        await asyncio.wait([watching])
+        await engine.client.close()
+        await beside.client.close()
 
 
 def test_what_is_heard_of_work_and_of_silence(

@@ -29,7 +29,10 @@ MAX_BATCH_BYTES = 16 << 20
 MAX_ROW_BYTES = 128 << 20
 """Of the body of a row."""
 HEARTBEAT_S = 5.0
-"""Either end takes the other for gone when it has not answered for half as long again."""
+"""Either end takes the other for gone when nothing has come from it for so long, nor in half as
+long again what answers a ping."""
+SIGN_S = 1.0
+"""So often each says something: while it sends a large frame, its pings wait behind that."""
 
 T = TypeVar("T")
 WireMessage = Annotated[bytes, Meta(max_length=MAX_MESSAGE_BYTES)]

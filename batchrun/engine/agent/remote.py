@@ -113,6 +113,7 @@ class AgentClient(EngineClient):
         self._is_leaving = self._is_emptied = False
         self._has_moved = asyncio.Event()
         self._following: asyncio.Task[None] | None = None
+        self._replica = "" if address.url else address.name
 
     @property
     def hint_nonce(self) -> str | None:
@@ -138,7 +139,7 @@ class AgentClient(EngineClient):
                 await self._has_moved.wait()
             try:
                 status_code, body = await self._get(messages.STATE)
-                self.state = messages.read_state(body) if status_code < 400 else None
+                self.state = self._own(messages.read_state(body)) if status_code < 400 else None
                 self.trouble = "" if self.state else f"it answered HTTP {status_code}"
             except (EngineError, ValueError) as error:
                 self.state, self.trouble = None, _one_line(error)
@@ -175,8 +176,12 @@ class AgentClient(EngineClient):
         outcome = await self._expect(key, request.content)
         if len(outcome.body or b"") <= LONG_REPLY_BYTES:
             return outcome
-        async with room():
-            return outcome
+        try:
+            async with room():
+                return outcome
+        except asyncio.CancelledError:
+            self._take_back(key)
+            raise
 
     def claim(self, key: RowKey, content: str) -> asyncio.Future[Outcome]:
         """The outcome of a row that was inherited, and from now on is not. It ends as `execute`
@@ -258,8 +263,12 @@ class AgentClient(EngineClient):
     def _came(self, key: RowKey, awaited: asyncio.Future[Outcome]) -> None:
         if self._awaited.get(key) is awaited:
             del self._awaited[key], self._contents[key]
-            if awaited.cancelled() and not self._is_leaving:
-                self.forget([key])
+            if awaited.cancelled():
+                self._take_back(key)
+
+    def _take_back(self, key: RowKey) -> None:
+        if not self._is_leaving:
+            self.forget([key])
 
     async def _follow(self) -> None:
         pause_s = FIRST_RETRY_S
@@ -331,11 +340,14 @@ class AgentClient(EngineClient):
         """Nothing goes before the agent has told what it has: it might be of what has gone."""
         await self._has_heard.wait()
         while True:
-            await self._has_work.wait()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(messages.SIGN_S):
+                    await self._has_work.wait()
             await asyncio.sleep(GATHER_S)
+            is_sign = not self._has_work.is_set()
             self._has_work.clear()
             waiting, self._messages = self._messages, []
-            if self._forgotten:
+            if self._forgotten or is_sign:
                 waiting.append(ForgetRows(tuple(self._forgotten)))
                 self._forgotten.clear()
             rows, self._rows = self._rows, []
@@ -346,7 +358,7 @@ class AgentClient(EngineClient):
     def _hear(self, frame: bytes) -> None:
         match read_from_agent(frame):
             case AgentState() as state:
-                self.state, self.trouble = state, ""
+                self.state, self.trouble = self._own(state), ""
                 self._say_whether_emptied()
             case HeardTelemetry(message):
                 self.on_telemetry(message)
@@ -358,6 +370,12 @@ class AgentClient(EngineClient):
             case EndedRows(outcomes):
                 for outcome in outcomes:
                     self._hear_outcome(outcome)
+
+    def _own(self, state: AgentState) -> AgentState:
+        """Raises ValueError for what another replica's agent says, which listens in its place."""
+        if self._replica not in {"", state.name}:
+            raise ValueError(f"engine {state.name} has its port")
+        return state
 
     def _say_whether_emptied(self) -> None:
         if self.state is not None and self.state.is_emptied not in {None, self._is_emptied}:

@@ -52,10 +52,8 @@ from batchrun.wire import RowKey, read_last_steps
 
 log = logging.getLogger(__name__)
 
-HANDSHAKE_S = 10.0
-REPORT_S = 0.1
-LOG_CHECK_S = 30.0
-LOOK_S = 1.0
+HANDSHAKE_S, LOG_CHECK_S = 10.0, 30.0
+REPORT_S, LOOK_S = 0.1, 1.0
 NUM_QUIET_LOOKS = 5
 """So many in a row must show no work: daemons and gateways learn late that it drains, and an
 engine's metrics lag."""
@@ -111,7 +109,7 @@ class Agent:
         self._is_draining = self._is_down = self._is_emptied = False
         self._num_calls = 0
         self._link: _Link | None = None
-        self._led, self._led_until_s = Leadership(), 0.0
+        self._led, self._led_until_s, self._told_s = Leadership(), 0.0, 0.0
         self._state: AgentState | None = None
         self._stopped = asyncio.Event()
         self._session: aiohttp.ClientSession | None = None
@@ -242,7 +240,7 @@ class Agent:
             watch.cancel()
 
     async def _report(self) -> None:
-        """Tell the daemon how things stand, when that changes."""
+        """Tell the daemon how things stand, when that changes and every `SIGN_S`."""
         while True:
             self._report_now()
             await asyncio.sleep(REPORT_S)
@@ -250,9 +248,9 @@ class Agent:
                 self._is_down = not await self._engine.client.is_healthy()
 
     def _report_now(self) -> AgentState:
-        state = self._look()
-        if state != self._state:
-            self._state = state
+        state, now_s = self._look(), time.monotonic()
+        if state != self._state or now_s - self._told_s >= messages.SIGN_S:
+            self._state, self._told_s = state, now_s
             self._tell(state)
         return state
 
@@ -263,6 +261,8 @@ class Agent:
 
     def _look(self) -> AgentState:
         engine, before = self._engine, self._state
+        if before is not None and before.started != engine.started:
+            self._was_heard = self._settings.runs_scheduler
         phase = engine.state
         if phase is EnginePhase.READY and self._is_down:
             phase = EnginePhase.UNREACHABLE
