@@ -126,9 +126,9 @@ class Doors(Router):
         self._next = self.rng.choice(self._workers)
         return self._next.rank(call, engines, now_s)
 
-    def sent(self, call: Call, engine: int, now_s: float) -> Sent:
+    def sent(self, call: Call, engine: int, now_s: float, *, in_line: bool = True) -> Sent:
         """See `Router`."""
-        sent = self._next.sent(call, engine, now_s)
+        sent = self._next.sent(call, engine, now_s, in_line=in_line)
         self._worker_of[sent] = self._next
         return sent
 

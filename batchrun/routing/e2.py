@@ -106,9 +106,9 @@ class E2(Router):
             return self._shifted([*homes, *(i for i in by_cost if i not in homes)])
         return self._shifted(self._most_decoding_first(by_cost))
 
-    def sent(self, call: Call, engine: int, now_s: float) -> Sent:
+    def sent(self, call: Call, engine: int, now_s: float, *, in_line: bool = True) -> Sent:
         """See `Router`. A cached prompt counts as a decode, what is missed as prefill."""
-        sent = super().sent(call, engine, now_s)
+        sent = super().sent(call, engine, now_s, in_line=in_line)
         prices, answer = self.book.traits[engine].prices, self.book.answer_tokens
         context = call.prompt_tokens + answer / 2
         decode_s = answer * (prices.call_s + context * prices.context_token_s)
@@ -117,7 +117,7 @@ class E2(Router):
 
     def first_token(self, sent: Sent, now_s: float) -> None:
         """See `Router`."""
-        is_first = sent.is_waiting
+        is_first = sent.is_waiting and sent.in_line
         super().first_token(sent, now_s)
         if not is_first or not len(sent.call.keys):
             return

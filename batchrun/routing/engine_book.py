@@ -136,7 +136,8 @@ class Call:
 
 @dataclass(slots=True, eq=False)
 class Sent:
-    """A call on its way: where it is, and what was expected of it there."""
+    """A call on its way: where it is, what was expected of it there, and whether others wait for
+    it."""
 
     call: Call
     engine: int
@@ -144,6 +145,7 @@ class Sent:
     cached_tokens: int
     prefill_s: float
     held: Held
+    in_line: bool = True
     is_waiting: bool = True
 
 
@@ -243,8 +245,9 @@ class EngineBook:
         since_s = now_s - self.prefixes.used_until_s(call.keys, engines) + stay_s
         return stay_s / max(since_s, MIN_GAP_S)
 
-    def sent(self, call: Call, engine: int, now_s: float) -> Sent:
-        """The call goes to the engine. Keep what is returned, for `first_token` and `ended`."""
+    def sent(self, call: Call, engine: int, now_s: float, *, in_line: bool = True) -> Sent:
+        """The call goes to the engine. Keep what is returned, for `first_token` and `ended`. One
+        that is not `in_line` gives way to all others, and is none of those that wait."""
         traits, own = self._traits[engine], self._own[engine]
         room_pieces = traits.kv_tokens / call.piece_tokens
         held = self.prefixes.touch(
@@ -254,14 +257,18 @@ class EngineBook:
         prefill_s = traits.prices.prefill_s(call.prompt_tokens, cached)
         if self._loads[:, engine, _WAITING].sum() <= 0:
             own[_MOVED_AT] = now_s
-        own[:_MOVED_AT] += (1, call.prompt_tokens, 1, call.prompt_tokens - cached, prefill_s)
-        return Sent(call, engine, now_s, cached, prefill_s, held)
+        own[:_WAITING] += (1, call.prompt_tokens)
+        if in_line:
+            own[_WAITING:_MOVED_AT] += (1, call.prompt_tokens - cached, prefill_s)
+        return Sent(call, engine, now_s, cached, prefill_s, held, in_line)
 
     def first_token(self, sent: Sent, now_s: float) -> None:
         """Its prompt is computed."""
         if not sent.is_waiting:
             return
         sent.is_waiting = False
+        if not sent.in_line:
+            return
         own = self._own[sent.engine]
         own[_WAITING] -= 1
         own[_WAITING_TOKENS] -= sent.call.prompt_tokens - sent.cached_tokens

@@ -52,10 +52,10 @@ class Router(ABC):
     def rank(self, call: Call, engines: Sequence[int], now_s: float) -> list[int]:
         """These engines, all of them, of which there is one at least, best first."""
 
-    def sent(self, call: Call, engine: int, now_s: float) -> Sent:
-        """The call went to this engine, whatever its rank was."""
+    def sent(self, call: Call, engine: int, now_s: float, *, in_line: bool = True) -> Sent:
+        """The call went to this engine, whatever its rank was; see `EngineBook.sent`."""
         self.num_sent[engine] += 1
-        return self.book.sent(call, engine, now_s)
+        return self.book.sent(call, engine, now_s, in_line=in_line)
 
     def first_token(self, sent: Sent, now_s: float) -> None:
         """Its first token has come."""

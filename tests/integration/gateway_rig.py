@@ -19,6 +19,10 @@ from aiohttp import web
 from multidict import CIMultiDictProxy
 
 CHAT = "/v1/chat/completions"
+OPENING = b"".join(
+    b"event: response.%s\ndata: {}\n\n" % name for name in (b"created", b"in_progress")
+)
+"""What vLLM sends of a response before it asks its core for one."""
 
 
 @dataclass
@@ -46,6 +50,7 @@ class Engine:
     gate: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
     reply_headers: dict[str, str] = field(default_factory=dict)
     dies_by: str = ""
+    dies_after_s: float = 0.0
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.read()
@@ -58,6 +63,8 @@ class Engine:
             raise
 
     async def _answer(self, request: web.Request, body: bytes) -> web.StreamResponse:
+        if self.dies_by:
+            await asyncio.sleep(self.dies_after_s)
         if self.dies_by == "reset" and request.transport is not None:
             request.transport.abort()
         if self.dies_by:
@@ -84,6 +91,8 @@ class Engine:
     async def _stream(self, request: web.Request, document: dict[str, Any]) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
+        if request.path == "/v1/responses":
+            await response.write(OPENING)
         for index in range(document.get("n_chunks", 5)):
             if document["model"] == "gated":
                 await self.gate.acquire()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,18 @@ async def test_without_our_scheduler_flex_is_a_priority_or_nothing(
 
     (seen,) = engine.seen
     assert seen.json == HELLO | ({} if priority is None else {"priority": priority})
+
+
+async def test_bodies_of_flex_calls_leave_room_for_online_ones(tmp_path: Path) -> None:
+    large = HELLO | {"user": "x" * 2**21}
+    flex = large | {"service_tier": "flex"}
+    async with rig(tmp_path, "--max-held-bytes", str(2**23)) as (engine, gateway):
+        waiting = asyncio.create_task(gateway.post(flex | {"model": "hold"}))
+        await engine.has_seen(1)
+        for body, status in ((flex, 503), (large, 200)):
+            async with gateway.post(body) as reply:
+                assert reply.status == status
+        waiting.cancel()
 
 
 async def test_a_flex_stream_says_so_in_every_chunk_as_it_comes(tmp_path: Path) -> None:

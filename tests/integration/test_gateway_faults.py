@@ -20,6 +20,7 @@ from gateway_rig import (
     write_upstreams,
 )
 
+from batchrun.server.gateway.forward import YOUNG_S
 from benchmarks.deployment import free_port
 
 HELLO = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
@@ -81,6 +82,18 @@ async def test_a_call_that_meets_a_dead_engine_goes_to_one_other(
             two.dies_by = dies_by
             async with gateway.post(HELLO) as reply:
                 assert reply.status == status
+
+
+@pytest.mark.parametrize(("dies_by", "status"), [("500", 500), ("reset", 503)])
+async def test_a_call_that_an_engine_died_of_after_a_while_goes_to_no_other(
+    tmp_path: Path, dies_by: str, status: int
+) -> None:
+    upstreams = tmp_path / "upstreams.json"
+    async with running_engine() as one, running_engine() as two:
+        one.dies_by, one.dies_after_s = dies_by, YOUNG_S
+        write_upstreams(upstreams, [one.url, two.url])
+        async with running_gateway(upstreams) as gateway, gateway.post(HELLO) as reply:
+            assert (reply.status, len(two.seen)) == (status, 0)
 
 
 async def test_no_engine_reachable_is_503_with_retry_after(tmp_path: Path) -> None:

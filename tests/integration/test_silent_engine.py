@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from deployment_rig import JOB_FILE, DeploymentRig
-from gateway_rig import Gateway, running_engine, running_gateway, write_upstreams
+from gateway_rig import CHAT, Gateway, running_engine, running_gateway, write_upstreams
 
 from benchmarks.deployment import free_port
 
 HELLO: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
+EJECTIONS = 'batchrun_gateway_engine_ejections_total{engine="engine-0"}'
 TIMEOUTS = {"first_token_s": 0.3, "between_tokens_s": 0.3, "answer_s": 0.3}
 
 
-def write_list(path: Path, *urls: str, **timeouts: float) -> None:
-    """The engines, with these bounds for calls."""
+def write_list(path: Path, *urls: str, **more: object) -> None:
+    """The engines, with bounds for calls and what else the list says."""
     write_upstreams(path, urls)
     document = json.loads(path.read_text())
-    path.write_text(json.dumps(document | {"timeouts": TIMEOUTS | timeouts}))
+    path.write_text(json.dumps(document | {"timeouts": TIMEOUTS} | more))
 
 
 async def status_of(gateway: Gateway, body: object) -> tuple[int, dict[str, Any], int]:
@@ -44,9 +46,17 @@ async def test_a_call_without_an_answer_is_504(tmp_path: Path, *, is_stream: boo
             assert (await status_of(gateway, HELLO))[0] == 200
 
 
-@pytest.mark.parametrize(("num_pieces", "words"), [(0, "in time"), (1, "stopped in the middle")])
+async def figures_of(gateway: Gateway) -> str:
+    async with gateway.session.get(gateway.url + "/metrics") as reply:
+        return await reply.text()
+
+
+@pytest.mark.parametrize(
+    ("path", "num_pieces", "words"),
+    [(CHAT, 0, "in time"), ("/v1/responses", 0, "in time"), (CHAT, 1, "stopped in the middle")],
+)
 async def test_a_stream_that_stops_ends_with_an_error_event(
-    tmp_path: Path, num_pieces: int, words: str
+    tmp_path: Path, path: str, num_pieces: int, words: str
 ) -> None:
     upstreams = tmp_path / "upstreams.json"
     async with running_engine() as engine:
@@ -54,7 +64,7 @@ async def test_a_stream_that_stops_ends_with_an_error_event(
         for _ in range(num_pieces):
             engine.gate.release()
         body = HELLO | {"model": "gated", "stream": True}
-        async with running_gateway(upstreams) as gateway, gateway.post(body) as reply:
+        async with running_gateway(upstreams) as gateway, gateway.post(body, path=path) as reply:
             assert reply.status == 200
             *_, last = (await reply.text()).strip().split("\n\n")
         error = json.loads(last.strip().removeprefix("data: "))["error"]
@@ -69,9 +79,7 @@ async def test_an_engine_whose_calls_fail_is_left_alone_until_one_succeeds(tmp_p
             assert (await status_of(gateway, HELLO))[0] == 503
         status, error, again_s = await status_of(gateway, HELLO)
         assert status == 503 and "gets none now" in error["message"] and again_s >= 1
-        async with gateway.session.get(gateway.url + "/metrics") as reply:
-            page = await reply.text()
-        assert 'batchrun_gateway_engine_ejections_total{engine="engine-0"} 1.0' in page
+        assert f"{EJECTIONS} 1.0" in await figures_of(gateway)
         async with running_engine(port=port) as engine:
             while (await status_of(gateway, HELLO))[0] != 200:
                 pass
@@ -91,6 +99,39 @@ async def test_calls_that_hang_eject_an_engine_and_go_elsewhere(tmp_path: Path) 
             while not well.seen:
                 assert (await status_of(gateway, HELLO))[0] in {200, 503}
             assert len(hung.seen) == num_seen
+
+
+async def test_lists_and_refusals_do_not_clear_an_engine_that_hangs(tmp_path: Path) -> None:
+    upstreams = tmp_path / "upstreams.json"
+    async with running_engine() as hung:
+        write_list(upstreams, hung.url)
+        async with running_gateway(upstreams) as gateway:
+            for _ in range(3):
+                assert (await status_of(gateway, HELLO | {"model": "flat"}))[0] == 404
+                async with gateway.session.get(gateway.url + "/v1/models") as reply:
+                    assert reply.status == 200
+                assert (await status_of(gateway, HELLO | {"model": "hold"}))[0] == 504
+            assert f"{EJECTIONS} 1.0" in await figures_of(gateway)
+
+
+async def test_a_first_token_that_never_came_was_late(tmp_path: Path) -> None:
+    upstreams = tmp_path / "upstreams.json"
+    async with running_engine() as engine:
+        write_list(upstreams, engine.url, slo={"ttft_s": 1e-9, "tpot_s": 1.0})
+        async with running_gateway(upstreams) as gateway:
+            streams = [HELLO | {"model": name, "stream": True} for name in ("hold", "gated")]
+            assert (await status_of(gateway, streams[0]))[0] == 504
+            async with gateway.post(streams[1]) as reply:
+                assert b"in time" in await reply.read()
+            leaving = await gateway.post(streams[1])
+            leaving.close()
+            async with asyncio.timeout(20):
+                await engine.hung_up.wait()
+            for others in ({"stream": True, "model": "flat"}, {"service_tier": "flex"}):
+                await status_of(gateway, HELLO | others)
+            page = await figures_of(gateway)
+    for name in ("promised", "late"):
+        assert f'_{name}_calls_total{{engine="engine-0",latency="ttft"}} 3.0' in page
 
 
 def errors(rig: DeploymentRig) -> list[str | None]:

@@ -25,7 +25,7 @@ from batchrun.server.gateway.shared_book import (
     SharedBook,
     create,
 )
-from batchrun.server.gateway.upstreams import Upstream
+from batchrun.server.gateway.upstreams import CallTimeouts, Upstream
 
 ONE, TWO = Upstream("one", "http://h:1"), Upstream("two", "http://h:2")
 
@@ -127,11 +127,12 @@ def test_an_engine_started_anew_comes_before_the_last_choice_at_once(
     assert balancer.candidates(streamed(balancer), now_s=11) == [ONE, TWO]
 
 
-def test_a_call_on_trial_that_proves_nothing_leaves_its_turn(book: int) -> None:
+@pytest.mark.parametrize("body", [chat("hello", stream=True), b"{"])
+async def test_a_call_on_trial_that_proves_nothing_leaves_its_turn(book: int, body: bytes) -> None:
     balancer = worker(book)
     for _ in range(FAILURES):
         balancer.failed(ONE, now_s=time.monotonic() - FIRST_EJECTION_S)
-    call = streamed(balancer)
+    call = balancer.read(body)
     for _ in range(3):
         now_s = time.monotonic()
         assert balancer.take_turn(ONE, now_s=now_s)
@@ -235,6 +236,49 @@ async def test_a_call_without_a_stream_waits_no_longer_than_its_prompt_takes(boo
         while shared.book.loads([column], 1.0)[column].waiting_calls:
             await asyncio.sleep(0.01)
         assert shared.book.loads([column], 1.0)[column].calls == 1
+
+
+@pytest.mark.parametrize(("nonce", "num_waiting"), [("secret", 0), (None, 1)])
+def test_a_flex_call_that_gives_way_is_in_nobodys_line(
+    book: int, nonce: str | None, num_waiting: int
+) -> None:
+    shared, engine = SharedBook(book, 2, 0), replace(ONE, hint_nonce=nonce)
+    balancer = Balancer(shared)
+    balancer.replace([engine], "cost")
+    (column,) = shared.columns_of([("one", 0)]).values()
+    call = balancer.read(chat("hello", stream=True), is_offline=True)
+    with balancer.sending(engine, call):
+        load = shared.book.loads([column], 1.0)[column]
+        assert (load.calls, load.waiting_calls) == (1, num_waiting)
+        assert (load.waiting_tokens > 0) == (num_waiting > 0)
+        call.usage.feed(b"data: x\n\n")
+    load = shared.book.loads([column], 1.0)[column]
+    assert (load.calls, load.waiting_calls, load.waiting_tokens) == (0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("others", "num"),
+    [
+        ({}, 1),
+        ({"n": 8}, 8),
+        ({"n": "8"}, 0),
+        ({"n": 8, "input": "of a response"}, 0),
+        ({"prompt": ['"], [']}, 1),
+        ({"prompt": ["a", "b"]}, 0),
+        ({"prompt": [1, 2]}, 1),
+        ({"prompt": [[1, 2], [3]]}, 0),
+    ],
+)
+def test_the_choices_of_a_reply_are_counted_where_that_can_be(
+    others: dict[str, object], num: int
+) -> None:
+    assert read_prompt(chat("hi", **others)).num_choices == num
+
+
+def test_a_stream_of_few_pieces_is_waited_for_as_an_answer_is(book: int) -> None:
+    text = worker(book).read(chat("hi", stream=True, stream_interval=10**6)).text
+    waits_s = CallTimeouts().of(is_stream=True, is_sparse=text.is_sparse, is_offline=False)
+    assert waits_s == (300.0, 3_600.0)
 
 
 def test_prompts_that_begin_alike_have_keys_that_begin_alike() -> None:

@@ -149,6 +149,20 @@ def test_no_key_takes_the_room_of_all(piece_bytes: int) -> None:
         held.enter_context(bodies.holding("key_b")).add(piece_bytes)
 
 
+@pytest.mark.parametrize("piece_bytes", [SMALL_BODY_BYTES, 4 * MIB])
+def test_bodies_that_may_be_held_for_hours_leave_half_of_the_room(piece_bytes: int) -> None:
+    bodies = BodiesInFlight(TOTAL_BYTES)
+    with ExitStack() as held:
+        with pytest.raises(RefusalError, match="of flex"):
+            while True:
+                flex = held.enter_context(bodies.holding(None))
+                flex.add(piece_bytes)
+                flex.count_as_flex()
+        assert bodies.flex_bytes <= TOTAL_BYTES // 2
+        held.enter_context(bodies.holding(None)).add(piece_bytes)
+    assert (bodies.num_bytes, bodies.flex_bytes) == (0, 0)
+
+
 def test_what_is_announced_is_refused_before_it_is_sent() -> None:
     bodies = BodiesInFlight(TOTAL_BYTES)
     with bodies.holding(None) as first, bodies.holding(None) as second:

@@ -246,6 +246,40 @@ def test_the_gateway_counts_no_number_of_tokens_that_can_be_none(told: str) -> N
     assert (usage.prompt_tokens, usage.output_tokens) == (0, 7)
 
 
+@pytest.mark.parametrize("num_bytes", [1, 30, 1_000])
+def test_a_response_begins_with_the_first_event_that_the_core_had_a_part_in(num_bytes: int) -> None:
+    usage = ReplyUsage()
+    opening = b"".join(
+        b'event: response.%s\ndata: {"told": "data:"}\n\n' % name
+        for name in (b"created", b"in_progress")
+    )
+    for start in range(0, len(opening), num_bytes):
+        usage.feed(opening[start : start + num_bytes])
+        assert not usage.has_begun
+    usage.feed(b"event: response.output_item.added\ndata: {}\n\n")
+    assert (usage.has_begun, usage.num_events) == (True, 1)
+
+
+@pytest.mark.parametrize(
+    ("usage", "told", "tpot_s"),
+    [
+        (ReplyUsage(8), b'"completion_tokens": 88', 0.2),
+        (ReplyUsage(0), b'"completion_tokens": 88', None),
+        (ReplyUsage(is_sparse=True), b'"completion_tokens": 11', 0.2),
+        (ReplyUsage(is_sparse=True), b"data: x" * 11, None),
+        (ReplyUsage(), b"data: x" * 12, 0.2),
+    ],
+)
+def test_the_pace_is_that_of_the_tokens_of_one_choice(
+    usage: ReplyUsage, told: bytes, tpot_s: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    instants = iter((5.0, 7.0))
+    monkeypatch.setattr(ReplyUsage, "now_s", staticmethod(lambda: next(instants)))
+    usage.feed(b"{")
+    usage.feed(told)
+    assert usage.tpot_s == pytest.approx(tpot_s)
+
+
 async def test_what_an_engine_tells_of_itself_is_bounded() -> None:
     server = await asyncio.start_server(EvilEngine().serve_connection, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]

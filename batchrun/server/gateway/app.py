@@ -151,6 +151,7 @@ class Gateway:
         self._images = ImageFetcher()
         self._bodies = BodiesInFlight(settings.max_held_bytes)
         self._forwarder = forwarder
+        forwarder.count_late = tally.count_late
         self._slo: SloBounds | None = None
         self._slo_classes: SloClasses = {}
         self._daemon = DaemonCalls(
@@ -274,11 +275,14 @@ class Gateway:
         await held.take_turn(body)
         # What a caller takes to send its body, and hosts of images to answer, is no engine's time.
         began_s = ReplyUsage.now_s()
+        written = read_call_body(request.rel_url.raw_path, body, bounds)
+        if is_flex := isinstance(written, SteeredBody) and written.is_flex:
+            held.count_as_flex()
         call = _call(
             request,
             request_id,
             target=request.rel_url.raw_path_qs,
-            body=read_call_body(request.rel_url.raw_path, body, bounds),
+            body=written,
             slo=None if request.rel_url.raw_path == EMBEDDINGS else bounds or self._slo,
         )
         meter = request[ABOUT_CALLER].meter
@@ -290,7 +294,6 @@ class Gateway:
             finally:
                 if meter is not None:
                     meter.count(usage)
-                is_flex = isinstance(call.body, SteeredBody) and call.body.is_flex
                 seen = _seen_reply(reply, usage, began_s, (FLEX if is_flex else name, engine))
                 promised = None if is_flex else bounds or self._slo
                 self._tally.count_reply(replace(seen, bounds=promised))
@@ -372,7 +375,7 @@ def _seen_reply(
     return SeenReply(
         *names,
         ttft_s=usage.began_s - began_s if is_timed else None,
-        tpot_s=(usage.ended_s - usage.began_s) / (tokens - 1) if is_timed and tokens > 1 else None,
+        tpot_s=usage.tpot_s if is_timed else None,
         prompt_tokens=usage.prompt_tokens,
         cached_tokens=usage.cached_tokens or 0,
         output_tokens=tokens,

@@ -87,7 +87,8 @@ class RoutedCall:
     """A call as the router sees it, and where it is; `usage` sees its reply.
 
     `order` and `terms` are the columns of the engines as they were ranked, and why. `slo` is what
-    it is promised; None: nothing that the gateway knows of. Of engines it may meet one that dies.
+    it is promised; None: nothing that the gateway knows of; `awaited` the engine that owes it a
+    first token. Of engines it may meet one that dies. One without a body asks for a list.
     """
 
     call: Call
@@ -98,6 +99,8 @@ class RoutedCall:
     terms: Terms | None = None
     slo: SloBounds | None = None
     has_met_death: bool = False
+    has_body: bool = True
+    awaited: str = ""
 
 
 class Balancer:
@@ -171,7 +174,8 @@ class Balancer:
         ratio = self._bytes_per_token
         tokens = max(1, min(round(text.num_bytes / ratio), self._most_tokens))
         call = Call(tokens, text.keys, PIECE_BYTES / ratio)
-        return RoutedCall(call, text, is_offline)
+        usage = ReplyUsage(text.num_choices, is_sparse=text.is_sparse)
+        return RoutedCall(call, text, is_offline, usage, has_body=body is not None)
 
     def candidates(self, routed: RoutedCall, *, now_s: float) -> list[Upstream]:
         """The engines of the call's model that neither hang nor are ejected, best first; those that
@@ -322,7 +326,8 @@ class Balancer:
         num_ejected = self._shared.ejections.num_in_a_row(engine.column)
         if not routed.text.is_stream:
             wait_s = self._shared.book.loads([engine.column], now_s)[engine.column].waiting_s
-        sent = self._router.sent(routed.call, engine.column, now_s)
+        in_line = not (routed.is_offline and upstream.runs_offline_calls)
+        sent = self._router.sent(routed.call, engine.column, now_s, in_line=in_line)
         late = self._late if routed.slo is not None and not routed.is_offline else None
         if late is not None and routed.slo is not None:
             late.sent(sent, routed.slo)
@@ -339,7 +344,7 @@ class Balancer:
                 timer.cancel()
             if late is not None:
                 late.left(sent)
-            if routed.text.num_bytes:
+            if routed.has_body:
                 self._shared.ejections.left(engine.column, num_ejected, usage.now_s())
             self._ended(sent, routed, number)
 

@@ -32,17 +32,18 @@ MAX_BODY_S = 7_200
 SMALL_BODY_BYTES = 1 << 20
 LARGE_SHARE = 0.75
 """Of the room for bodies; the rest is for small ones alone."""
-KEY_SHARE = 0.5
+KEY_SHARE = FLEX_SHARE = 0.5
 
 
 @dataclass(slots=True)
 class BodiesInFlight:
     """The bodies of calls that one worker has in memory, images that were fetched for them among
-    them: `max_bytes` together, large ones less, and those of one API key half of either. A single
-    one is never too large."""
+    them: `max_bytes` together, large ones less, and those of one API key, or of flex calls, half of
+    either. A single one is never too large."""
 
     max_bytes: int
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    flex_bytes: int = 0
     _sizes_bytes: Counter[str | None] = field(default_factory=Counter)
 
     @property
@@ -59,6 +60,7 @@ class BodiesInFlight:
             yield body
         finally:
             self.change(owner, -body.size_bytes)
+            self.flex_bytes -= body.size_bytes * body.is_flex
 
     def change(self, owner: str | None, num_bytes: int) -> None:
         """So many bytes came, or went where they are below 0."""
@@ -66,13 +68,17 @@ class BodiesInFlight:
         if not self._sizes_bytes[owner]:
             del self._sizes_bytes[owner]
 
-    def check(self, owner: str | None, size_bytes: int, new_bytes: int) -> None:
-        """Whether a body of this size may be had, of which this much is yet to come. Raises
-        RefusalError with 503."""
+    def check(
+        self, owner: str | None, size_bytes: int, new_bytes: int, *, is_flex: bool = False
+    ) -> None:
+        """Whether a body of this size may be had, of which this much is yet to come, or among those
+        of flex calls. Raises RefusalError with 503."""
         room_bytes = self.max_bytes * (1 if size_bytes <= SMALL_BODY_BYTES else LARGE_SHARE)
         held = [(self.num_bytes, 1.0, "")]
         if owner is not None:
             held.append((self._sizes_bytes[owner], KEY_SHARE, " of this API key"))
+        if is_flex:
+            held = [(self.flex_bytes, FLEX_SHARE, " of flex")]
         for held_bytes, share, whose in held:
             is_alone = held_bytes + new_bytes <= size_bytes
             if held_bytes + new_bytes > room_bytes * share and not is_alone:
@@ -87,6 +93,13 @@ class HeldBody:
     _bodies: BodiesInFlight
     _owner: str | None
     size_bytes: int = 0
+    is_flex: bool = False
+
+    def count_as_flex(self) -> None:
+        """It is whole, and may be held for hours. Raises RefusalError with 503 where it may not."""
+        self._bodies.check(self._owner, self.size_bytes, self.size_bytes, is_flex=True)
+        self._bodies.flex_bytes += self.size_bytes
+        self.is_flex = True
 
     def check(self, size_bytes: int) -> None:
         """Whether it may have so many bytes in all. Raises RefusalError with 503."""

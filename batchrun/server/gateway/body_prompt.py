@@ -35,6 +35,8 @@ _HALF = re.compile(
 """A surrogate without its other half."""
 MAX_HALVED_BYTES = 128 << 10
 """A longer body is not looked through for them: that takes up to 50 ns a byte."""
+_SEVERAL = re.compile(rb'\[\s*(?:"(?:[^"\\]++|\\.)*+"|\[[^\]]*+\])\s*,', re.DOTALL)
+"""Prompts, as texts or as lists of tokens."""
 NO_KEYS: KeyArray = np.empty(0, np.uint64)
 
 Part = Raw | UnsetType
@@ -53,6 +55,8 @@ class _Body(Struct):
     stream: object = False
     echo: object = False
     prompt_logprobs: object = None
+    n: object = None
+    stream_interval: object = None
 
 
 _DECODER = msgspec.json.Decoder(_Body)
@@ -62,7 +66,8 @@ class PromptText(NamedTuple):
     """The bytes of a body's prompt, a key for each full piece of the first 128 KiB, which holds all
     text before it, whether the reply is to come as a stream, the model that is asked for, whether
     there are images or sounds in it, and whether the reply tells of the cache: engines compute a
-    prompt anew whose own tokens are asked for, and of media nobody knows the tokens."""
+    prompt anew whose own tokens are asked for, and of media nobody knows the tokens. The reply has
+    `num_choices` (0: nobody knows), several tokens in an event where it `is_sparse`."""
 
     num_bytes: int = 0
     keys: KeyArray = NO_KEYS
@@ -70,6 +75,8 @@ class PromptText(NamedTuple):
     model: str | None = None
     has_media: bool = False
     tells_of_cache: bool = True
+    num_choices: int = 0
+    is_sparse: bool = False
 
 
 def read_prompt(body: bytes, *, needs_model: bool = False) -> PromptText:
@@ -95,8 +102,23 @@ def read_prompt(body: bytes, *, needs_model: bool = False) -> PromptText:
     is_stream = found.stream is True
     tells_of_cache = not (has_media or found.echo or found.prompt_logprobs is not None)
     return PromptText(
-        num_bytes, np.array(keys, np.uint64), is_stream, model, has_media, tells_of_cache
+        num_bytes,
+        np.array(keys, np.uint64),
+        is_stream,
+        model,
+        has_media,
+        tells_of_cache,
+        _num_choices(found),
+        found.stream_interval not in (None, 1),
     )
+
+
+def _num_choices(found: _Body) -> int:
+    """Of the one prompt; 0 for several, and for an `n` that the route may not know."""
+    num, prompt = 1 if found.n is None else found.n, found.prompt
+    is_one = not (isinstance(prompt, Raw) and _SEVERAL.match(prompt))
+    is_known = is_one and (num == 1 or found.input is UNSET)
+    return num if isinstance(num, int) and is_known else 0
 
 
 def _read_odd(body: bytes) -> PromptText:

@@ -7,8 +7,8 @@ import io
 import logging
 import math
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
@@ -89,12 +89,16 @@ class EngineLostError(EngineError):
 
 
 class Forwarder:
-    """Carries calls to the engines that `balancer` knows, and waits for them as `timeouts` say."""
+    """Carries calls to the engines that `balancer` knows, and waits for them as `timeouts` say.
+
+    `count_late` hears of the engine of a stream that ended beyond its bound without a piece.
+    """
 
     def __init__(self, balancer: Balancer, session: aiohttp.ClientSession) -> None:
         self.balancer = balancer
         self.session = session
         self.timeouts = CallTimeouts()
+        self.count_late: Callable[[str], None] = lambda engine: None
 
     @asynccontextmanager
     async def exchange(self, call: ForwardedCall) -> AsyncIterator[Exchange]:
@@ -111,20 +115,43 @@ class Forwarder:
         routed = self.balancer.read(text, is_offline=steered is not None and steered.is_flex)
         if not self.balancer.is_served(routed):
             raise no_such_model(routed.text.model or "")
-        # What a server lists shows nothing of its core.
-        is_list = call.body is None
         routed.slo = call.slo
+        with self._counting_late(routed):
+            async with self._exchange(call, routed, steered) as exchange:
+                yield exchange
+
+    @contextmanager
+    def _counting_late(self, routed: RoutedCall) -> Iterator[None]:
+        """Whoever ends the call."""
+        slo, usage = None if routed.is_offline else routed.slo, routed.usage
+        began_s = usage.now_s()
+        try:
+            yield
+        finally:
+            is_owed = routed.awaited and routed.text.is_stream and not usage.has_begun
+            if is_owed and slo is not None and usage.now_s() - began_s > slo.ttft_s:
+                self.count_late(routed.awaited)
+
+    @asynccontextmanager
+    async def _exchange(
+        self, call: ForwardedCall, routed: RoutedCall, steered: SteeredBody | None
+    ) -> AsyncIterator[Exchange]:
         for upstream in self._candidates(routed):
-            if not is_list and not self.balancer.take_turn(upstream, now_s=time.monotonic()):
+            if routed.has_body and not self.balancer.take_turn(upstream, now_s=time.monotonic()):
                 continue
-            waits = self._waits(routed, is_list=is_list)
+            waits, routed.awaited = self._waits(routed), upstream.name
             found = self.balancer.num_ejections_in_a_row(upstream)
             with self.balancer.sending(upstream, routed):
                 reply = await self._send(upstream, call, routed, due_s=waits.due_s)
                 if reply is None:
                     continue
-                if reply.status < 500 and not is_stream(reply) and not is_list:
+                if not routed.has_body or reply.status >= 300:
+                    # What a server lists or refuses shows nothing of its core.
+                    routed.usage.on_begin = lambda now_s: None
+                elif not is_stream(reply):
                     self.balancer.answered(upstream)
+                if reply.status < 500 and not reply.ok:
+                    routed.awaited = ""
                 rewriting = None
                 if steered is not None:
                     rewriting = Rewriting(steered.tier_at(upstream), upstream.hint_nonce)
@@ -149,11 +176,12 @@ class Forwarder:
             raise too_late(late_s)
         return candidates
 
-    def _waits(self, routed: RoutedCall, *, is_list: bool) -> Waits:
+    def _waits(self, routed: RoutedCall) -> Waits:
+        text = routed.text
         first_s, between_s = self.timeouts.of(
-            is_stream=routed.text.is_stream, is_offline=routed.is_offline
+            is_stream=text.is_stream, is_sparse=text.is_sparse, is_offline=routed.is_offline
         )
-        if is_list:
+        if not routed.has_body:
             first_s = between_s = LIST_S
         return Waits(asyncio.get_running_loop().time() + first_s, between_s)
 
@@ -169,9 +197,9 @@ class Forwarder:
             lost = error
         # What had been there for longer may be what the engine died of.
         is_young = time.monotonic() - sent_s < YOUNG_S
-        is_lost = lost is not None and is_young
-        may_be_dead = is_lost or (reply is not None and reply.status in {500, 503})
-        if may_be_dead and not routed.has_met_death and await self._health(upstream) is False:
+        is_failed = lost is not None or (reply is not None and reply.status in {500, 503})
+        may_be_dead = is_young and is_failed and not routed.has_met_death
+        if may_be_dead and await self._health(upstream) is False:
             log.warning("engine %s is dead; a call goes to another one", upstream.name)
             routed.has_met_death = True
             self.balancer.mark_down(upstream, now_s=time.monotonic())
@@ -308,7 +336,8 @@ async def relay(
         while chunk := await next_piece(reply, usage, due_s):
             usage.feed(chunk)
             await response.write(feed_all(filters, chunk) if filters else chunk)
-            due_s = waits.to_next()
+            if usage.has_begun:
+                due_s = waits.to_next()
         await response.write_eof(end_all(filters))
     except EngineSilentError as error:
         await _end_silent(request, response, reply, error)

@@ -117,6 +117,8 @@ OVERLAP_BYTES = 64
 _PROMPT = re.compile(rb'"(?:prompt|input)_tokens":\s*(\d{1,15})')
 _CACHED = re.compile(rb'"cached_tokens":\s*(\d{1,15})')
 _OUTPUT = re.compile(rb'"(?:completion|output)_tokens":\s*(\d{1,15})')
+_OPENINGS = (b"event: response.created\n", b"event: response.in_progress\n")
+"""Events that an engine sends before it computes anything."""
 
 
 class ReplyUsage:
@@ -124,10 +126,13 @@ class ReplyUsage:
 
     `cached_tokens` is None where nothing was said. `on_begin` is called once, with the instant of
     the first piece; `began_s` and `ended_s` are those of the first and the last, and `num_events`
-    counts the events of a stream. `is_silent` is for who waited for the next piece in vain.
+    counts the events of a stream. `is_silent` is for who waited for the next piece in vain. The
+    reply has `num_choices` (0: nobody knows), several tokens in an event where it `is_sparse`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_choices: int = 1, *, is_sparse: bool = False) -> None:
+        self._num_choices = num_choices
+        self._is_sparse = is_sparse
         self.on_begin: Callable[[float], None] = lambda now_s: None
         self.has_begun = False
         self.began_s = self.ended_s = 0.0
@@ -136,17 +141,27 @@ class ReplyUsage:
         self.prompt_tokens = 0
         self.output_tokens = 0
         self.cached_tokens: int | None = None
-        self._tail = b""
+        self._head = self._tail = b""
 
     @staticmethod
     def now_s() -> float:
         """The clock of all instants here."""
         return time.monotonic()
 
+    @property
+    def tpot_s(self) -> float | None:
+        """The mean time between tokens of a choice; None where nobody can tell."""
+        told = self.output_tokens or (0 if self._is_sparse else self.num_events - 1)
+        tokens = told / self._num_choices if self._num_choices else 0.0
+        return (self.ended_s - self.began_s) / (tokens - 1) if tokens > 1 else None
+
     def feed(self, chunk: bytes) -> None:
         """A piece of the reply."""
         self.ended_s = self.now_s()
         if not self.has_begun:
+            chunk = self._head = _without_openings(self._head + chunk)
+            if any(each.startswith(chunk[: len(each)]) for each in _OPENINGS):
+                return
             self.has_begun = True
             self.began_s = self.ended_s
             self.on_begin(self.ended_s)
@@ -157,6 +172,12 @@ class ReplyUsage:
             self.output_tokens = _last(_OUTPUT, text, self.output_tokens)
             self.cached_tokens = _last(_CACHED, text, self.cached_tokens)
         self._tail = text[-OVERLAP_BYTES:]
+
+
+def _without_openings(text: bytes) -> bytes:
+    while text.startswith(_OPENINGS) and (end := text.find(b"\n\n")) >= 0:
+        text = text[end + 2 :]
+    return text
 
 
 SILENT = "the engine took the call and did not answer in time"

@@ -129,6 +129,11 @@ class Tally:
                 self._add((kind, reply.slo_class), bisect_left(bounds, seconds), 1.0)
                 self._add((kind, reply.slo_class), NUM_BUCKETS, seconds)
 
+    def count_late(self, engine: str) -> None:
+        """A stream with a bound ended beyond it without a first token."""
+        for index in (0, 1):
+            self._add((FELT, engine), index, 1.0)
+
     def count_replaced(self, why: str) -> None:
         """A worker ended, or was ended; another takes its place."""
         self._add((REPLACED, why), 0, 1.0)
