@@ -163,6 +163,20 @@ def test_bodies_that_may_be_held_for_hours_leave_half_of_the_room(piece_bytes: i
     assert (bodies.num_bytes, bodies.flex_bytes) == (0, 0)
 
 
+def test_bodies_that_may_be_held_for_hours_leave_a_key_its_own_room_and_others_theirs() -> None:
+    bodies = BodiesInFlight(TOTAL_BYTES)
+    with ExitStack() as held:
+        for key in ("one", "other"):
+            with pytest.raises(RefusalError, match="of flex"):
+                while True:
+                    flex = held.enter_context(bodies.holding(key))
+                    flex.add(SMALL_BODY_BYTES)
+                    flex.count_as_flex()
+            assert bodies.flex_bytes >= TOTAL_BYTES // 4
+        held.enter_context(bodies.holding("one")).add(TOTAL_BYTES // 8)
+    assert (bodies.num_bytes, bodies.flex_bytes) == (0, 0)
+
+
 def test_what_is_announced_is_refused_before_it_is_sent() -> None:
     bodies = BodiesInFlight(TOTAL_BYTES)
     with bodies.holding(None) as first, bodies.holding(None) as second:

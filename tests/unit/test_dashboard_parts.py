@@ -287,7 +287,7 @@ async def test_a_daemon_that_stands_by_says_where_the_page_is() -> None:
     async with httpx.AsyncClient(transport=asgi, base_url="http://here") as client:
         reply = await client.get("/dashboard/jobs")
 
-    assert (reply.status_code, reply.headers["content-type"][:10]) == (503, "text/plain")
+    assert (reply.status_code, reply.headers["content-type"][:9]) == (503, "text/html")
     assert reply.text == f"{STANDS_BY}: the page is there\n"
     assert for_strangers(NotLeadingError("machine:/srv leads")) == STANDS_BY
 

@@ -25,7 +25,7 @@ from urllib.parse import quote, urlsplit
 
 import uvicorn
 from fastapi import FastAPI, Request
-from fastapi.responses import PlainTextResponse, Response
+from fastapi.responses import HTMLResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
@@ -272,7 +272,7 @@ def make_app(standby: Standby, server: LocalServer) -> FastAPI:
         if path.startswith(CONTROL_PREFIX.strip("/")):
             check(request, "authorization", token)
         if f"/{path}".startswith(PREFIX):
-            return PlainTextResponse(f"{STANDS_BY}: the page is there\n", status_code=503)
+            return HTMLResponse(f"{STANDS_BY}: the page is there\n", status_code=503)
         leader = await asyncio.to_thread(jobs.read_leader, standby.store)
         raise NotLeadingError(f"this daemon stands by; {leader.name} leads: give the command there")
 

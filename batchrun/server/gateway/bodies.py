@@ -38,18 +38,22 @@ KEY_SHARE = FLEX_SHARE = 0.5
 @dataclass(slots=True)
 class BodiesInFlight:
     """The bodies of calls that one worker has in memory, images that were fetched for them among
-    them: `max_bytes` together, large ones less, and those of one API key, or of flex calls, half of
-    either. A single one is never too large."""
+    them: `max_bytes` together, large ones less, those of flex calls half of either, those of one
+    API key half of all or of flex. A single one is never too large."""
 
     max_bytes: int
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
-    flex_bytes: int = 0
-    _sizes_bytes: Counter[str | None] = field(default_factory=Counter)
+    _sizes_bytes: Counter[tuple[str | None, bool]] = field(default_factory=Counter)
 
     @property
     def num_bytes(self) -> int:
         """Of all of them."""
         return self._sizes_bytes.total()
+
+    @property
+    def flex_bytes(self) -> int:
+        """Of those of flex calls."""
+        return sum(size for (_, is_flex), size in self._sizes_bytes.items() if is_flex)
 
     @contextmanager
     def holding(self, owner: str | None) -> Iterator[HeldBody]:
@@ -59,14 +63,13 @@ class BodiesInFlight:
         try:
             yield body
         finally:
-            self.change(owner, -body.size_bytes)
-            self.flex_bytes -= body.size_bytes * body.is_flex
+            self.change(owner, -body.size_bytes, is_flex=body.is_flex)
 
-    def change(self, owner: str | None, num_bytes: int) -> None:
+    def change(self, owner: str | None, num_bytes: int, *, is_flex: bool = False) -> None:
         """So many bytes came, or went where they are below 0."""
-        self._sizes_bytes[owner] += num_bytes
-        if not self._sizes_bytes[owner]:
-            del self._sizes_bytes[owner]
+        self._sizes_bytes[owner, is_flex] += num_bytes
+        if not self._sizes_bytes[owner, is_flex]:
+            del self._sizes_bytes[owner, is_flex]
 
     def check(
         self, owner: str | None, size_bytes: int, new_bytes: int, *, is_flex: bool = False
@@ -74,11 +77,11 @@ class BodiesInFlight:
         """Whether a body of this size may be had, of which this much is yet to come, or among those
         of flex calls. Raises RefusalError with 503."""
         room_bytes = self.max_bytes * (1 if size_bytes <= SMALL_BODY_BYTES else LARGE_SHARE)
-        held = [(self.num_bytes, 1.0, "")]
+        most, kind = (FLEX_SHARE, " of flex") if is_flex else (1.0, "")
+        held = [(self.flex_bytes if is_flex else self.num_bytes, most, kind)]
         if owner is not None:
-            held.append((self._sizes_bytes[owner], KEY_SHARE, " of this API key"))
-        if is_flex:
-            held = [(self.flex_bytes, FLEX_SHARE, " of flex")]
+            own_bytes = self._sizes_bytes[owner, is_flex]
+            held.append((own_bytes, most * KEY_SHARE, f"{kind} of this API key"))
         for held_bytes, share, whose in held:
             is_alone = held_bytes + new_bytes <= size_bytes
             if held_bytes + new_bytes > room_bytes * share and not is_alone:
@@ -98,7 +101,8 @@ class HeldBody:
     def count_as_flex(self) -> None:
         """It is whole, and may be held for hours. Raises RefusalError with 503 where it may not."""
         self._bodies.check(self._owner, self.size_bytes, self.size_bytes, is_flex=True)
-        self._bodies.flex_bytes += self.size_bytes
+        self._bodies.change(self._owner, -self.size_bytes)
+        self._bodies.change(self._owner, self.size_bytes, is_flex=True)
         self.is_flex = True
 
     def check(self, size_bytes: int) -> None:

@@ -142,6 +142,7 @@ class ReplyUsage:
         self.output_tokens = 0
         self.cached_tokens: int | None = None
         self._head = self._tail = b""
+        self._is_opening = False
 
     @staticmethod
     def now_s() -> float:
@@ -159,8 +160,8 @@ class ReplyUsage:
         """A piece of the reply."""
         self.ended_s = self.now_s()
         if not self.has_begun:
-            chunk = self._head = _without_openings(self._head + chunk)
-            if any(each.startswith(chunk[: len(each)]) for each in _OPENINGS):
+            chunk = self._after_openings(chunk)
+            if not chunk:
                 return
             self.has_begun = True
             self.began_s = self.ended_s
@@ -173,11 +174,18 @@ class ReplyUsage:
             self.cached_tokens = _last(_CACHED, text, self.cached_tokens)
         self._tail = text[-OVERLAP_BYTES:]
 
-
-def _without_openings(text: bytes) -> bytes:
-    while text.startswith(_OPENINGS) and (end := text.find(b"\n\n")) >= 0:
-        text = text[end + 2 :]
-    return text
+    def _after_openings(self, chunk: bytes) -> bytes:
+        """What follows them; nothing as long as that is open. Each byte is looked at once."""
+        text = self._head + chunk
+        while self._is_opening or text.startswith(_OPENINGS):
+            end = text.find(b"\n\n")
+            self._is_opening = end < 0
+            if self._is_opening:
+                self._head = text[-1:]
+                return b""
+            text = text[end + 2 :]
+        self._head = text
+        return b"" if any(each.startswith(text) for each in _OPENINGS) else text
 
 
 SILENT = "the engine took the call and did not answer in time"

@@ -114,7 +114,7 @@ class History:
         before_s = math.inf
         for sample in reversed(samples[::step]):
             row = [round(sample.at, 1), *values(sample)]
-            if sample.at - before_s > step * GAP_S:
+            if sample.at - before_s > (step - 1) * SAMPLE_S + GAP_S:
                 rows.append([round(before_s + SAMPLE_S, 1), *[None] * (len(row) - 1)])
             rows.append(row)
             before_s = sample.at
