@@ -93,15 +93,19 @@ class JobEnvironment(ImmutableSandboxedEnvironment):
 
 
 class _RowEnvironment(JobEnvironment):
-    """Keys go before methods, and null is no part of a text."""
+    """Keys go before methods that are not called, and null is no part of a text."""
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        """The value of a key, or else an attribute."""
-        is_key = isinstance(obj, Mapping) and attribute in obj
-        return obj[attribute] if is_key else super().getattr(obj, attribute)
+        """The value of a key, or else an attribute; the other way round where that is called."""
+        name = attribute.lstrip(_CALLED)
+        is_key = name == attribute and isinstance(obj, Mapping) and name in obj
+        return obj[name] if is_key else super().getattr(obj, name)
 
     def _generate(self, source: nodes.Template, *names: Any, **how: Any) -> str:
         """Both sides of `~` go through the filter `string`, which refuses null."""
+        for call in source.find_all(nodes.Call):
+            if isinstance(call.node, nodes.Getattr):
+                call.node.attr = _CALLED + call.node.attr
         for each in source.find_all(nodes.Concat):
             each.nodes = [nodes.Filter(it, "string", [], [], None, None) for it in each.nodes]
         return super()._generate(source, *names, **how)
@@ -116,7 +120,7 @@ def make_environment() -> JobEnvironment:
         finalize=_refuse_null,
     )
     for name in _TEXT_FILTERS:
-        environment.filters[name] = _without_null(environment.filters[name])
+        environment.filters[name] = _keeping_null(name, environment.filters[name])
     environment.filters |= {"fromjson": _from_json, "join": _join, "tojson": _to_json}
     return environment
 
@@ -162,6 +166,8 @@ def _refuse_null(value: object) -> object:
     return value
 
 
+_CALLED = "\0"
+"""Before the name of an attribute that is called."""
 _TEXT_FILTERS = (
     {"capitalize", "center", "e", "escape", "forceescape", "format", "indent", "lower", "replace"}
     | {"safe", "string", "striptags", "title", "trim", "truncate", "upper", "urlencode", "urlize"}
@@ -169,10 +175,15 @@ _TEXT_FILTERS = (
 )
 
 
-def _without_null(text_filter: Callable[..., Any]) -> Callable[..., Any]:
+def _keeping_null(name: str, text_filter: Callable[..., Any]) -> Callable[..., Any]:
+    """Null stays null, for conditions and `default`; a text may not be made of it."""
+    first = int(hasattr(text_filter, "jinja_pass_arg"))
+
     @wraps(text_filter)
     def checked(*values: object, **settings: object) -> object:
-        if any(value is None for value in values):
+        if values[first] is None and name != "string":
+            return None
+        if name in {"format", "replace", "string"} and any(value is None for value in values):
             _refuse_null(None)
         return text_filter(*values, **settings)
 
