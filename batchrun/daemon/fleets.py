@@ -86,7 +86,6 @@ class Fleets:
             fleet.want(_choose(fleet, number, fleet.there))
             self._tasks.append(asyncio.create_task(fleet.run(leads)))
             if leads is not None:
-                fleet.begin_term()
                 names = {each.name for each in fleet.engines}
                 its = [slot for slot in slots if slot.engine.name in names]
                 self._tasks.append(asyncio.create_task(_keep_renewing(fleet, its)))

@@ -56,8 +56,6 @@ class FleetMemory(Struct, frozen=True):
     """What was asked for last; 0: nothing was, or another daemon leads."""
     leads: bool = False
     """Whether the daemon that wrote this led."""
-    term: int = 0
-    """In which term it was asked for; 0: an older batchrun did not tell."""
 
 
 class ReplicaEngine(AgentEngine):
@@ -131,7 +129,7 @@ class RayFleet:
         self.failure = ""
         """Why nothing can be placed, where nothing ever was."""
         memory = read_memory(seen)
-        self.report, self.num_wanted, self._term = memory.report, memory.num_wanted, memory.term
+        self.report, self.num_wanted = memory.report, memory.num_wanted
         self._seen, self._log_path = seen, log_path
         self.engines = tuple(
             ReplicaEngine(
@@ -189,13 +187,6 @@ class RayFleet:
             engine.is_wanted = engine.name in names
         self._emptied = (self._emptied | {emptied}) - {"", *names}
         self._changed.set()
-
-    def begin_term(self) -> None:
-        """Lead from now on. What was asked for before another daemon led counts no more."""
-        term = self.engines[0].client.leadership.term
-        if self._term and term > self._term + 1:
-            self.num_wanted = 0
-        self._term = term
 
     def remember(self, num_wanted: int) -> None:
         """Have so many from now on, also after the daemon's next start."""
@@ -345,7 +336,7 @@ class RayFleet:
             self._remember()
 
     def _remember(self) -> None:
-        memory = FleetMemory(self.settings, self.report, self.num_wanted, self._leads, self._term)
+        memory = FleetMemory(self.settings, self.report, self.num_wanted, self._leads)
         with suppress(OSError):
             write_atomically(self._seen, msgspec.json.encode(memory), mode=0o600)
 
