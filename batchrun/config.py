@@ -35,7 +35,7 @@ from batchrun.quantities import (
     parse_optional_duration_s,
 )
 from batchrun.strict import load_strict
-from batchrun.types import DEFAULT_CLASS
+from batchrun.types import DEFAULT_CLASS, DEFAULT_MODEL
 
 
 def _checked_store(store: SecretStr) -> SecretStr:
@@ -332,6 +332,16 @@ class Deployment(DeploymentFile):
         is_from_model = config.is_vllm or (config.ray is not None and config.command is None)
         is_renamed = any(arg.startswith("--served-model-name") for arg in config.vllm_args)
         return self.for_engine(config).model_name if is_from_model and not is_renamed else None
+
+    def serving(self, model: str) -> Deployment:
+        """With those engines alone that have this model, or may; with all where none does."""
+        asked = self.first_model_of(self.engines[0]) if model == DEFAULT_MODEL else model
+        able = tuple(
+            each
+            for each in self.engines
+            if asked is None or {asked, None} & {self.first_model_of(each), *each.adapters}
+        )
+        return self.model_copy(update={"engines": able or self.engines})
 
     def for_engine(self, config: EngineConfig) -> Deployment:
         """The deployment as this engine has it, with the engine's own model where it names one."""

@@ -36,6 +36,8 @@ MAX_ONLINE_COST = 100.0
 """The most that `online_cost` may be; long before that the bounds decide."""
 AUTO_ONLINE_COST = 2.0
 """What it is with `slo: auto` where nobody says."""
+URGENT_LEAD = 1 << 20
+"""An urgent row's rank lies so far ahead: before every row that waits in an engine."""
 
 RowsToCome = Sequence[tuple[int, int]]
 """Prefix nodes, each with the rows of it that have not been sent."""

@@ -1,8 +1,8 @@
 """API keys as text, `sk-br-ID-SECRET`, and what online calls of each have used.
 
 Who holds the text is the key; batchrun keeps its hash. Gateways count into a file with 24 bytes for
-each key, by its number: calls, prompt tokens, output tokens. Where only a few may come in, owners
-of keys take turns.
+each key, by its number from 1 on: calls, prompt tokens, output tokens; before them stands a random
+number of the file's own. Where only a few may come in, owners of keys take turns.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import struct
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 from batchrun.files import locked_bytes
@@ -55,6 +55,20 @@ class UsageFile:
                 before.num_output_tokens + used.num_output_tokens,
             )
             os.pwrite(self._fd, after, offset)
+
+    @property
+    def id(self) -> str:
+        """What tells it from those of other gateways."""
+        with locked_bytes(self._fd, _COUNTS.size, 0):
+            found = os.pread(self._fd, _COUNTS.size, 0)
+            if not any(found):
+                os.pwrite(self._fd, found := secrets.token_bytes(_COUNTS.size), 0)
+        return found.hex()
+
+    def read_all(self) -> dict[str, list[int]]:
+        """The counts of each key by its number, as JSON has them."""
+        num = os.fstat(self._fd).st_size // _COUNTS.size
+        return {str(seq): list(astuple(self.read(seq))) for seq in range(1, num)}
 
     def read(self, seq: int) -> OnlineUsage:
         """What the key of this number has used."""

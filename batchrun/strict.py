@@ -318,6 +318,8 @@ def _describe(problem: ErrorDetails, model: type[BaseModel]) -> str:
     text = _PLAIN_WORDS.get(problem["type"]) or problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "value_error":
         return text
+    if problem["loc"][-1:] == ("[key]",):
+        text = "a key must be text, in quotes"
     got = repr(problem["input"])
     shown = f" (got {got})" if len(got) <= 60 else ""
     return text[:1].lower() + text[1:] + shown

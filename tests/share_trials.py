@@ -60,7 +60,7 @@ def warm(
     for job_id in ("other", "another"):
         simulation.submit(draw_job(rng, job_id, tokens * rng.uniform(0.2, 2)))
     simulation.run_until(WARM_S)
-    forecast = turns._capacity.tokens_per_s
+    forecast = turns._pools[0].capacity.tokens_per_s
     assert forecast is not None
     return simulation, forecast
 

@@ -376,9 +376,9 @@ def convert(
     scale_time_by: Annotated[
         float, typer.Option("--scale-time", help="So many times the time: 2 is half as fast.")
     ] = 1.0,
-    from_s: Annotated[float, typer.Option("--from", help="Second of the file to begin at.")] = 0.0,
+    from_s: Annotated[float, typer.Option("--from", help="Second of the trace to begin at.")] = 0.0,
     to_s: Annotated[
-        float | None, typer.Option("--to", help="Second of the file to end before.")
+        float | None, typer.Option("--to", help="Second of the trace to end before.")
     ] = None,
     lengths_from: Annotated[
         Path | None, typer.Option(help="For rates: a trace to draw calls from.")

@@ -6,14 +6,17 @@ import math
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
 from rich.table import Table
 
 from batchrun.cli.console import ProgressBar, named_lines, vllm_needed
-from batchrun.cli.inspect import earlier_jobs, error_lines, find_kv_size, hit_rates
+from batchrun.cli.inspect import answering, earlier_jobs, error_lines, find_kv_size, hit_rates
 from batchrun.config import Deployment
 from batchrun.control.client import DaemonClient
 from batchrun.control.fitting import find_fleet, four_bytes_each, unfit
@@ -37,9 +40,10 @@ from batchrun.simulator.planner.job_forecast import (
     Forecast,
     Prediction,
     Price,
+    computed_tokens,
     study_figures,
 )
-from batchrun.types import ProgressSink
+from batchrun.types import DEFAULT_MODEL, ProgressSink
 
 if TYPE_CHECKING:
     from batchrun.simulator.planner.colocation import SimulatedFleet
@@ -50,16 +54,18 @@ NO_DAEMON = (
     "beside recorded calls"
 )
 NO_PACE = (
-    "the daemon has seen no offline work yet; once rows have run it knows the pace, and "
-    "--trace TRACE simulates it beside recorded calls"
+    "the daemon has seen no offline work of this model yet; once rows have run it knows the pace, "
+    "and --trace TRACE simulates it beside recorded calls"
 )
 NO_COST = "--profile PROFILE simulates it on an engine of its own"
 
 
-def measured(home: Home, computed_tokens: int, weight: float) -> Forecast:
+def measured(home: Home, computed_tokens: int, spec: JobSpec) -> Forecast:
     """What the daemon predicts for so much work, by the pace that it has measured; unknown where
     no daemon runs, or has run nothing yet."""
-    work = {"computed_tokens": computed_tokens, "weight": weight}
+    work = {"computed_tokens": computed_tokens, "weight": spec.weight, "model": spec.model}
+    if spec.model == DEFAULT_MODEL:  # An older daemon refuses to hear of models.
+        del work["model"]
     daemon = DaemonClient(home, timeout_s=LOOK_WAIT_S)
     try:
         answer = daemon.post("/foretell", work)
@@ -103,27 +109,33 @@ def predict(
         deployment = read_deployment(None)
         simulation: SimulatedFleet | None = None
         if trace is not None or profile is not None:
-            simulation = _simulation(trace, profile, deployment, home)
+            simulation = _simulation(trace, profile, deployment, home, spec.model)
         cost = _price(price, simulation)
         if simulation is None or profile is None:
-            kv = find_kv_size(None, deployment, home)
+            kv = find_kv_size(None, deployment.serving(spec.model), home)
         else:
             kv = simulation.kv
         # A store that nobody has open would be left with the files of a reader.
         with earlier_jobs(home) if DaemonClient(home).is_running() else nullcontext() as stored:
             job, outputs, figures = _studied(spec, kv, (deployment, home), stored, progress)
-        if figures["rows_that_cannot_run"] == figures["rows"]:
+        if not figures["computed_tokens"]:
             return Prediction(figures, spec.deadline_s, NOTHING_TO_RUN, cost)
         tokens = figures["computed_tokens"]
         # A trace stands in for what a daemon has measured.
-        forecast = UNKNOWN if trace is not None else measured(home, tokens, spec.weight)
+        forecast = UNKNOWN if trace is not None else measured(home, tokens, spec)
         if simulation is None and forecast.eta.source is None:
-            simulation = _own_simulation(deployment, home)
+            simulation = _own_simulation(deployment, home, spec.model)
         if simulation is not None:
             rows = simulation.job(spec, job.plan, outputs)
             if not rows.num_rows:
-                return Prediction(figures, spec.deadline_s, NOTHING_TO_RUN, cost)
+                none = f"no row can run on {simulation.kind.name}"
+                return Prediction(figures, spec.deadline_s, Forecast.unknown(none, none), cost)
+            runs = np.isin(job.tree.rows, rows.order.rows)
+            tokens = _computed(job, outputs, figures, runs)
             forecast = simulation.forecast(rows, tokens, forecast.eta, progress)
+    if spec.start == "cheap" and forecast.eta.source is not None:
+        rests_on = f"{forecast.eta.rests_on}; counted from a start that may wait for cheap hours"
+        forecast = replace(forecast, eta=replace(forecast.eta, rests_on=rests_on))
     return Prediction(figures, spec.deadline_s, forecast, cost)
 
 
@@ -143,38 +155,49 @@ def _studied(
         python = engine_python(deployment.engines[0], home)
         with read_prompts(folder, now=now, python=python) as prompts:
             job = study_job(spec, data, template, prompts, progress)
-            ratio = job.counted.bytes_per_token
-            outputs = estimate_outputs(spec, data, ratio, stored, guesses=True)
+            ratio, model = job.counted.bytes_per_token, answering(spec, home)
+            outputs = estimate_outputs(spec, data, ratio, stored, model, guesses=True)
             inspected = job.figures(outputs, kv)
             warnings = (
                 []
                 if fleet is None
                 else list(unfit(spec, fleet, given, prompts.count or four_bytes_each))
             )
-    output_tokens = float(outputs.filled[job.tree.rows].sum())
-    figures = study_figures(inspected, inspected["prompt_tokens_total"], output_tokens)
+    answers = outputs.filled[job.tree.rows]
+    figures = study_figures(inspected, inspected["prompt_tokens_total"], float(answers.sum()))
+    fits = job.study.prompts + answers <= kv.most_tokens
+    figures["computed_tokens"] = _computed(job, outputs, figures, fits)
     return job, outputs, figures | {"warning": "; ".join(warnings) or None}
 
 
+def _computed(
+    job: JobStudy, outputs: OutputEstimate, figures: Mapping[str, Any], runs: NDArray[np.bool_]
+) -> int:
+    """Tokens that the rows at these places of the tree have to compute."""
+    answers = outputs.filled[job.tree.rows[runs]]
+    return computed_tokens(figures, float(job.study.prompts[runs].sum()), float(answers.sum()))
+
+
 def _simulation(
-    trace: Path | None, profile: str | None, deployment: Deployment, home: Home
+    trace: Path | None, profile: str | None, deployment: Deployment, home: Home, model: str
 ) -> SimulatedFleet:
     with vllm_needed("submit --dry-run with --trace or --profile", home):
         from batchrun.simulator.planner.colocation import simulation_of
-    found = simulation_of(trace, profile, deployment, home)
+    found = simulation_of(trace, profile, deployment, home, model)
     if found is None:
+        engine = deployment.serving(model).engines[0]
         raise InputError(
-            f"--trace: engine {deployment.engines[0].name} has no profile yet; run `batchrun "
-            "calibrate`, or name one with --profile"
+            f"--trace: engine {engine.name} has no profile yet; run `batchrun calibrate`, or name "
+            "one with --profile"
         )
     return found
 
 
-def _own_simulation(deployment: Deployment, home: Home) -> SimulatedFleet | None:
-    """Of the profile of the deployment's first engine, where there is one and vLLM is here."""
-    if existing_profile(deployment, deployment.engines[0], home) is not None:
+def _own_simulation(deployment: Deployment, home: Home, model: str) -> SimulatedFleet | None:
+    """Of the profile of the model's first engine, where there is one and vLLM is here."""
+    if existing_profile(deployment, deployment.serving(model).engines[0], home) is not None:
         with suppress(EngineError):
-            return _simulation(None, None, deployment, home)
+            return _simulation(None, None, deployment, home, model)
     return None
 
 

@@ -7,6 +7,7 @@ prints the figures in words, with small distributions and the order of a run.
 from __future__ import annotations
 
 import io
+import math
 import re
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -33,7 +34,7 @@ from batchrun.cli.console import (
 from batchrun.config import Deployment
 from batchrun.control.client import DaemonClient
 from batchrun.control.starting import read_deployment
-from batchrun.control.submitting import stored_job
+from batchrun.control.submitting import default_model, stored_job
 from batchrun.daemon.plugin import existing_profile, read_profile
 from batchrun.daemon.supervisor import engine_python
 from batchrun.engine_config import EngineConfig
@@ -41,7 +42,7 @@ from batchrun.errors import DaemonUnavailableError, InputError, StoreError
 from batchrun.estimator.profile import CalibrationProfile
 from batchrun.files import write_atomically
 from batchrun.home import Home
-from batchrun.jobs.expected_answers import Stored, estimate_outputs
+from batchrun.jobs.expected_answers import DefaultModel, Stored, estimate_outputs
 from batchrun.jobs.inputs.input_data import InputData, check_columns, check_ids, open_input
 from batchrun.jobs.job_file import load_job_file
 from batchrun.jobs.pin import fetched_input
@@ -51,7 +52,7 @@ from batchrun.jobs.spec import JobSpec
 from batchrun.jobs.study import PERCENTILES, Distribution, KvSize, Values, study_job
 from batchrun.jobs.submit import open_submitted
 from batchrun.store.database import Store, open_to_read
-from batchrun.types import ProgressSink
+from batchrun.types import DEFAULT_MODEL, ProgressSink
 
 DEFAULT_BLOCK_TOKENS = 16
 """vLLM's on GPUs; its CPU build and some attention kernels take larger blocks."""
@@ -65,42 +66,45 @@ def find_kv_size(flag_tokens: int | None, deployment: Deployment, home: Home) ->
 
     Raises ConfigError when a profile that batchrun.yaml names cannot be used.
     """
-    profiles = [
-        profile
-        for engine in deployment.engines
-        if (profile := _profile(deployment, engine, home)) is not None
-    ]
-    running = _running(home)
-    block_tokens, block_source = _block_size(deployment, profiles, running)
-    tokens, source = flag_tokens, "--kv-tokens"
-    if tokens is None and running is not None:
-        tokens, source = running["tokens"], "the running engine"
-    if tokens is None and profiles:
-        tokens = min(profile.kv_blocks * profile.engine.block_tokens for profile in profiles)
-        source = "the calibration profile"
-    return KvSize(tokens, source if tokens else "unknown", block_tokens, block_source)
+    profiles = [_profile(deployment, engine, home) for engine in deployment.engines]
+    running = _running(deployment, home)
+    block = _block_size(deployment, [*filter(None, profiles)], running)
+    sources: dict[str, list[int | None]] = {
+        "--kv-tokens": [flag_tokens],
+        "the running engine": [kv.get("tokens") for kv in running],
+        "the calibration profile": [
+            None if each is None else each.kv_blocks * each.engine.block_tokens for each in profiles
+        ],
+    }
+    for source, told in sources.items():
+        if known := [tokens for tokens in told if tokens]:
+            most = max(known) if len(known) == len(told) else math.inf
+            return KvSize(min(known), source, *block, most)
+    return KvSize(None, "unknown", *block)
 
 
 def _block_size(
-    deployment: Deployment, profiles: list[CalibrationProfile], running: dict[str, int] | None
+    deployment: Deployment, profiles: list[CalibrationProfile], running: list[dict[str, int]]
 ) -> tuple[int, str]:
     if given := BLOCK_SIZE.search(" ".join(deployment.engines[0].vllm_args)):
         return int(given[1]), "vllm_args in batchrun.yaml"
-    if running is not None:
-        return running["block_tokens"], "the running engine"
+    if running and running[0].get("tokens"):
+        return running[0]["block_tokens"], "the running engine"
     if profiles:
         return profiles[0].engine.block_tokens, "the calibration profile"
     return DEFAULT_BLOCK_TOKENS, "vLLM's default"
 
 
-def _running(home: Home) -> dict[str, int] | None:
-    """What the engine with the smallest KV says of it, or None."""
+def _running(deployment: Deployment, home: Home) -> list[dict[str, int]]:
+    """What each of these engines that runs says of its KV, the smallest first; of all engines
+    where there is no batchrun.yaml."""
     try:
         engines = DaemonClient(home).get("/status")["engines"]
     except DaemonUnavailableError:
-        return None
-    known = [engine["kv"] for engine in engines if engine["kv"] and engine["kv"]["tokens"]]
-    return min(known, key=lambda kv: int(kv["tokens"]), default=None)
+        return []
+    names = {name for engine in deployment.engines for name in engine.replica_names}
+    told = [each["kv"] or {} for each in engines if not deployment.file or each["name"] in names]
+    return sorted(told, key=lambda kv: kv.get("tokens") or math.inf)
 
 
 def _profile(deployment: Deployment, engine: EngineConfig, home: Home) -> CalibrationProfile | None:
@@ -320,18 +324,26 @@ def inspect(
         check_columns(spec, data)
         check_ids(data, progress=progress)
         deployment = read_deployment(None)
-        kv = find_kv_size(kv_tokens, deployment, home)
+        kv = find_kv_size(kv_tokens, deployment.serving(spec.model), home)
         folder, now = deployment.model_folder(home, spec.model), datetime.now().astimezone()
         python = engine_python(deployment.engines[0], home)
         with read_prompts(folder, now=now, python=python) as prompts:
             job = study_job(spec, data, template, prompts, progress)
-            outputs = estimate_outputs(spec, data, job.counted.bytes_per_token, stored)
+            ratio, model = job.counted.bytes_per_token, answering(spec, home)
+            outputs = estimate_outputs(spec, data, ratio, stored, model)
             figures = job.figures(outputs, kv)
     distributions = job.distributions(outputs)
     if html is not None:
         write_page(html, figures, distributions)
         note(f"distributions drawn in {html}")
     answer(figures, *_shown(figures, distributions), as_json=as_json)
+
+
+def answering(spec: JobSpec, home: Home) -> DefaultModel:
+    """What answers a job that names no model, where that is known at once; sure where a daemon
+    runs: `up` can take another than batchrun.yaml has."""
+    name = default_model(home, wait_s=0.0) if spec.model == DEFAULT_MODEL else None
+    return DefaultModel(name, is_sure=name is not None and DaemonClient(home).is_running())
 
 
 @contextmanager

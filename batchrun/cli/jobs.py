@@ -247,5 +247,5 @@ def _summary(view: dict[str, Any]) -> tuple[str, str]:
     if view["hit_rate"] is not None:
         line += f", {view['hit_rate']:.0%} of prompt tokens from the prefix cache"
     if view["num_cut"]:
-        line += f"; {view['num_cut']:,} answers cut off at max_tokens"
+        line += f"; {view['num_cut']:,} answers cut off at the token limit"
     return line, view["output_path"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from itertools import groupby
+from itertools import groupby, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,11 +13,15 @@ import typer
 from rich.console import RenderableType
 
 from batchrun.cli.console import JsonOption, ProgressBar, answer, columns, figure, note, vllm_needed
+from batchrun.config import load_home
+from batchrun.control.starting import read_deployment
 from batchrun.errors import InputError, known_name
+from batchrun.jobs.job_file import load_job_file
 from batchrun.quantities import count, duration, parse_duration_s, share
 from batchrun.routing.routers import DEFAULT_ROUTER, ROUTERS
 from batchrun.simulator.traces.reading import Drawing, detect_format, read_trace
 from batchrun.simulator.traces.trace import Trace
+from batchrun.types import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from batchrun.simulator.planner.capacity import CapacityPlan, PlannedJob
@@ -111,6 +115,8 @@ def plan(
             plan_capacity,
             record_of,
         )
+        from batchrun.simulator.planner.colocation import fitting
+        from batchrun.simulator.planner.fleet import context_tokens
         from batchrun.simulator.planner.kinds import SloTarget, check_kinds, parse_kind
 
     if not 0 < target <= 1:
@@ -128,10 +134,21 @@ def plan(
     calls = drawn(seed)
     if not len(calls):
         raise InputError(f"{trace}: has no calls")
-    jobs = [job_of_file(path, JobTerms()) for path in job or []]
-    for path, planned in zip(job or [], jobs, strict=True):
+    jobs = [job_of_file(path, JobTerms(), model_folder=_model_folder(path)) for path in job or []]
+    unable = {}
+    for (path, planned), kind in product(zip(job or [], jobs, strict=True), kinds):
         if not planned.num_rows:
             raise InputError(f"--job {path}: no row can run; `batchrun submit --dry-run` says why")
+        if not fitting(planned, kind.engine).num_rows:
+            unable[kind.name] = (
+                f"--job {path}: no row can run on {kind.name} with its context of "
+                f"{context_tokens(kind.engine):,}; `batchrun submit --dry-run` says more"
+            )
+    for line in unable.values():
+        if len(unable) == len(kinds):
+            raise InputError(line)
+        note(f"left out: {line}")
+    kinds = [kind for kind in kinds if kind.name not in unable]
     request = PlanRequest(
         calls,
         kinds,
@@ -152,6 +169,21 @@ def plan(
     answer(record_of(found), *shown, as_json=as_json)
     if found.chosen is None:
         raise typer.Exit(NO_PLAN)
+
+
+def _model_folder(job: Path) -> Path | None:
+    """The files of the job's model, where an engine of batchrun.yaml has it and they are here."""
+    deployment, model = read_deployment(None), load_job_file(job, cwd=Path.cwd()).model
+    for engine in deployment.engines if deployment.file else ():
+        is_named = engine.attach is None or engine.model is not None
+        if is_named and model in {
+            DEFAULT_MODEL,
+            deployment.first_model_of(engine),
+            *engine.adapters,
+        }:
+            own = deployment.model_copy(update={"engines": (engine,)})
+            return own.model_folder(load_home(None))
+    return None
 
 
 def _plan_shown(plan: CapacityPlan) -> Iterator[RenderableType]:

@@ -426,7 +426,7 @@ def _details(view: dict[str, Any], *, waits: str | None) -> Iterator[tuple[str, 
         "reason": view["reason"],
         "rows": f"{view['num_completed']:,} done, {view['num_failed']:,} failed, "
         f"{view['num_in_flight']:,} in flight, {view['num_rows']:,} in all",
-        "cut off": f"{view['num_cut']:,} answers at max_tokens" if view["num_cut"] else None,
+        "cut off": f"{view['num_cut']:,} answers at the token limit" if view["num_cut"] else None,
         "speed": None if has_ended else speed,
         "ETA": None if has_ended else _eta(view),
         "cost so far": _cost(view),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -93,18 +92,14 @@ def answering_model(job_id: str, home: Home) -> str | None:
     from batchrun.store import results
 
     with stored_job(job_id, home) as (store, record):
-        answer = results.first_answer(store, record.seq)
-        if answer is None or answer.body is None:
-            return None
-        model: str | None = json.loads(answer.body).get("model")
-        return model
+        return results.answering_model(store, record.seq)
 
 
-def default_model(home: Home) -> str | None:
+def default_model(home: Home, wait_s: float = MODEL_WAIT_S) -> str | None:
     """The model that answers where none is named, as far as it is known; engines that begin have a
     while to tell. Of attached ones it is not: their replies may tell another name than their lists.
     """
-    deadline_s = time.monotonic() + MODEL_WAIT_S
+    deadline_s = time.monotonic() + wait_s
     while True:
         try:
             engines = DaemonClient(home).get("/status")["engines"]

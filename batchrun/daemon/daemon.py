@@ -24,6 +24,7 @@ from batchrun.daemon.engine_link import Slot, Steering
 from batchrun.daemon.job import ActiveJob
 from batchrun.daemon.opening import ModelFolder, Opener
 from batchrun.daemon.prices import EngineSeconds
+from batchrun.daemon.view import with_deadline
 from batchrun.daemon.writer import (
     RETRY_INTERVAL_S,
     BatchCreator,
@@ -67,8 +68,8 @@ class Daemon:
     OpenAI's API lie; None: there are no batches. `images` fetches what rows name. `python` is
     an interpreter with vLLM, `key_limits` what user keys may that have no limit of their own; in
     `kept_in` lie rows that batchrun kept itself. `timeouts` bound rows, and jobs without a
-    deadline. `name` is what others call this daemon. Commands raise UnknownJobError, StateError or
-    StoreError.
+    deadline. `name` is what others call this daemon, `first_model` what batchrun.yaml has the
+    first engine serve. Commands raise UnknownJobError, StateError or StoreError.
     """
 
     store: Store
@@ -83,6 +84,7 @@ class Daemon:
     kept_in: Sequence[Path] = ()
     timeouts: TimeoutsConfig = field(default_factory=TimeoutsConfig)
     name: str = ""
+    first_model: str | None = None
     gateway: str = ""
     before_start: Callable[[ActiveJob], None] = lambda _: None
     active: dict[int, ActiveJob] = field(default_factory=dict)
@@ -113,6 +115,7 @@ class Daemon:
             self.files,
             self.python,
             self.key_limits,
+            self.first_model,
         )
         self.end = JobEnd(
             self.store, self.writer, self.links, self.stages, self._pause_for, self.files
@@ -120,10 +123,11 @@ class Daemon:
         epoch = jobs.begin_epoch(
             self.store, pid=os.getpid(), now_s=time.time(), name=self.name, gateway=self.gateway
         )
+        where = f"{OWN}{here()} " if self.store.is_sqlite else ""
+        leadership = Leadership(where + self.store.identity(), epoch)
         for slot in self.slots:
             if slot.agent is not None:
-                where = f"{OWN}{here()} " if self.store.is_sqlite else ""
-                slot.agent.leadership = Leadership(where + self.store.name, epoch)
+                slot.agent.leadership = leadership
         self.dispatcher = Dispatcher(
             self.store, self.writer, self.slots, epoch, self._pause_soon, self.images
         )
@@ -307,7 +311,7 @@ class Daemon:
             now = await until_stored(jobs.start, self.store, record.id, now_s=time.time())
         if now.state is not JobState.RUNNING:
             return False
-        job.record = now
+        job.record = with_deadline(now, self.timeouts.job)
         self.active[record.seq] = job
         self.before_start(job)
         self.dispatcher.add(job)
@@ -328,9 +332,7 @@ class Daemon:
             return
         self.dispatcher.forget_rows({record.id for record in records})
         for record in records:
-            expires_at = record.expires_at
-            if expires_at is None and self.timeouts.job is not None:
-                expires_at = record.created_at + self.timeouts.job
+            expires_at = with_deadline(record, self.timeouts.job).expires_at
             is_overdue = expires_at is not None and expires_at <= time.time()
             if is_overdue and record.seq not in self._expiring and self.end.may_try(record.seq):
                 self._expiring.add(record.seq)

@@ -19,12 +19,14 @@ from typing import Any, Generic
 from batchrun.daemon.faults import SOLO, TrialEngine
 from batchrun.daemon.in_flight import Assignment, Demand, EngineSlot, JobT, RunningJob, SlotT
 from batchrun.hints import SharedPrefixes, rows_to_come
-from batchrun.pool.fair_share import JobTurns, Turn
+from batchrun.pool.fair_share import NO_POOL, JobTurns, Turn
 from batchrun.pool.radix_tree import rows_with_prefix
 from batchrun.pool.row_queue import RowLoad, RowQueue
-from batchrun.types import Usage
+from batchrun.types import DEFAULT_MODEL, Usage
 from batchrun.wire import RowKey
 
+ANY = ""
+"""Stands for what an engine serves that takes any model."""
 MAX_ROWS = 4_096
 """A prefix that more rows of a job begin with is no reason to change its order."""
 MAX_LEVELS = 2
@@ -69,6 +71,34 @@ def _worthy(queue: RowQueue, row: int) -> list[int]:
     return path
 
 
+def may_serve(slots: Iterable[EngineSlot], model: str) -> bool:
+    """Whether an engine that is there or may come has this model, or has not told yet."""
+    return any(slot.models is None or slot.serves(model) for slot in slots if not slot.is_off)
+
+
+def pools_of(slots: Sequence[EngineSlot], numbers: dict[str, int]) -> list[int]:
+    """Of each engine the number of its pool: of those that share a model, and all that share one
+    with one of these. One that is off, or has not told its models, is in none.
+
+    `numbers` has those of models, and learns new ones: a pool keeps its number as engines come, go
+    and load adapters.
+    """
+    told = [set[str]() if slot.is_off else {*(slot.models or ())} for slot in slots]
+    pools, taken = list[set[str]](), dict[int, set[str]]()
+    for slot, models in zip(slots, told, strict=True):
+        serves_any = slot.models == () and not slot.is_off
+        joined = models.union({ANY} if serves_any else (), *told if serves_any else ())
+        joined = joined.union(*(pool for pool in pools if pool & joined))
+        pools = [joined if pool & joined else pool for pool in pools] + [joined]
+    for pool in filter(None, pools):
+        known = {numbers[model] for model in pool if model in numbers} - taken.keys()
+        if pool not in taken.values():
+            number = min(known, default=1 + max(numbers.values(), default=-1))
+            numbers |= dict.fromkeys(pool, number)
+            taken[number] = pool
+    return [numbers[min(pool)] if pool else NO_POOL for pool in pools]
+
+
 @dataclass(slots=True, eq=False)
 class _Round:
     """One handing out: the engines that still ask, and what became of the others.
@@ -94,8 +124,7 @@ class _Round:
         why the rows do not run."""
         if model not in self._serving:
             serving = {e: load for e, load in self.loads.items() if self.slots[e].serves(model)}
-            there = [slot for slot in self.slots if not slot.is_off]
-            may_come = any(slot.models is None or slot.serves(model) for slot in there)
+            may_come = may_serve(self.slots, model)
             self._serving[model] = serving if serving or may_come else self.loads
         return self._serving[model]
 
@@ -129,17 +158,42 @@ class Assigner(Generic[JobT, SlotT]):
         self.trial_engine = TrialEngine(slots)
         self.in_the_way: dict[RowKey, Assignment[JobT, SlotT]] = {}
         self.resting: Sequence[Collection[str]] = ()
-        self._is_saturated = False
+        self._told: object = None
+        self._pools: list[int] = []
+        self._numbers: dict[str, int] = {}
+        self._saturated: dict[int, bool] = {}
         self._num_taken = 0
         self._turn_ended_at: dict[tuple[str, int], int] = {}
         self._pause_rows: dict[tuple[str, int], int] = {}
 
-    def join(self, job: JobT, *, deadline_at: float | None) -> None:
-        """A job takes its turns from now on; `deadline_at` is its deadline."""
+    def join(self, job: JobT, *, deadline_at: float | None, seq: int = 0) -> None:
+        """A job takes its turns from now on; `deadline_at` is its deadline, `seq` its number among
+        all jobs as they came."""
         self.jobs[job.id] = job
         self.turns.join(
-            job.id, job.weight, job.left_tokens, deadline_at=deadline_at, owner=job.owner
+            job.id, job.weight, job.left_tokens, deadline_at=deadline_at, owner=job.owner, seq=seq
         )
+        self.turns.place({job.id: self.pool_of(job.model)[0]})
+
+    def pool_of(self, model: str) -> tuple[int, list[SlotT]]:
+        """The pool whose pace the rows of a job of this model have, and its engines."""
+        self._place_jobs()
+        number = self._number(model)
+        engines = zip(self.slots, self._pools, strict=True)
+        return number, [slot for slot, pool in engines if pool == number != NO_POOL]
+
+    def _place_jobs(self) -> None:
+        """Pools change where engines tell other models."""
+        told = [(slot.models, slot.is_off, slot.serves(DEFAULT_MODEL)) for slot in self.slots]
+        if told != self._told:
+            self._told, self._pools = told, pools_of(self.slots, self._numbers)
+            self.turns.place({job_id: self._number(job.model) for job_id, job in self.jobs.items()})
+
+    def _number(self, model: str) -> int:
+        """That of the pool of a model."""
+        engines = zip(self.slots, self._pools, strict=True)
+        served = (pool for slot, pool in engines if slot.serves(model) and not slot.is_off)
+        return max(served, default=NO_POOL)
 
     def leave(self, job: JobT) -> None:
         """No row of the job goes any more. Does nothing when it has left already."""
@@ -155,6 +209,7 @@ class Assigner(Generic[JobT, SlotT]):
         self.in_the_way = {}
         for slot in self.slots:
             slot.end_trials(now_s)
+        self._place_jobs()
         are_alike = len({slot.models for slot in self.slots if not slot.is_lost}) == 1
         has_suspects = are_alike and any(job.trials.limits for job in self.jobs.values())
         is_apart = self.trial_engine.set_apart(now_s, has_suspects=has_suspects)
@@ -202,15 +257,16 @@ class Assigner(Generic[JobT, SlotT]):
         return slot.load.has_room(demand.work_s, answer, is_urgent=is_urgent)
 
     def _observe(self, round_: _Round) -> None:
-        """The engines are saturated where all have what they take that a job has rows for."""
+        """A pool is saturated where all its engines have what they take that a job has rows for."""
         for engine, is_full in round_.dropped.items():
             self.slots[engine].load.observe(round_.now_s, is_full=is_full)
         if not round_.asking and round_.opens_at_s is None:
-            models = {job.model for job in self._ready(round_.now_s).values()}
-            sought = {engine for model in models for engine in round_.serving(model)}
-            full = [is_full for engine, is_full in round_.dropped.items() if engine in sought]
-            self._is_saturated = bool(full) and all(full)
-        self.turns.observe(round_.now_s, is_saturated=self._is_saturated)
+            found = {pool: list[bool]() for pool in {NO_POOL, *self._saturated, *self._pools}}
+            for model in {job.model for job in self._ready(round_.now_s).values()}:
+                sought = round_.serving(model).keys() & round_.dropped.keys()
+                found[self._number(model)] += [round_.dropped[engine] for engine in sought]
+            self._saturated = {pool: bool(full) and all(full) for pool, full in found.items()}
+        self._tell_turns(round_.now_s)
 
     def adopt(
         self, job: JobT, row: int, engine: int, now_s: float
@@ -220,6 +276,7 @@ class Assigner(Generic[JobT, SlotT]):
             return None
         job.answers.sent(row)
         turn = Turn(job.id, is_urgent=False, engine=engine)
+        self.turns.now_s = now_s
         self.turns.charge(turn, row, job.cost_tokens(row), ends_subtree=False)
         demand = _demand(job, row, is_urgent=False)
         assignment = Assignment(job, row, self.slots[engine], engine, demand, SharedPrefixes())
@@ -230,8 +287,13 @@ class Assigner(Generic[JobT, SlotT]):
         """Nothing may go at present; that says nothing of what the engines could do."""
         for slot in self.slots:
             slot.load.observe(now_s, is_full=False)
-        self._is_saturated = False
-        self.turns.observe(now_s, is_saturated=False)
+        self._saturated = dict.fromkeys(self._saturated, False)
+        self._tell_turns(now_s)
+
+    def _tell_turns(self, now_s: float) -> None:
+        self.turns.now_s = now_s
+        for pool, is_saturated in self._saturated.items():
+            self.turns.observe(now_s, is_saturated=is_saturated, pool=pool)
 
     def settle(self, assignment: Assignment[JobT, SlotT], usage: Usage) -> None:
         """The row has ended."""

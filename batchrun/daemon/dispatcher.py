@@ -101,7 +101,7 @@ class Dispatcher:
         """Let a job's rows go, from now on with its fair share."""
         left_s = job.left_s
         deadline_at = None if left_s == math.inf else time.monotonic() + left_s
-        self.assigner.join(job, deadline_at=deadline_at)
+        self.assigner.join(job, deadline_at=deadline_at, seq=job.record.seq)
         self.wake()
 
     def hold(self, job: ActiveJob) -> None:

@@ -104,7 +104,7 @@ def accuse_rows(
     return accused
 
 
-JSON_FORMATS = frozenset({"json_object", "json_schema"})
+JSON_FORMATS = ("json_object", "json_schema")
 _SHOWN_CHARS = 80
 
 
@@ -112,8 +112,8 @@ async def checked_answer(endpoint: str, body: Mapping[str, object], outcome: Out
     """The outcome of a request; a row error where its answer was to be JSON and is not. A long
     answer is read in a thread."""
     wanted = body.get("response_format")
-    is_json = isinstance(wanted, Mapping) and wanted.get("type") in JSON_FORMATS
-    if outcome.body is None or not is_json:
+    kind = wanted.get("type") if isinstance(wanted, Mapping) else None
+    if outcome.body is None or kind not in JSON_FORMATS:
         return outcome
     if len(outcome.body) > LARGE_JSON_BYTES:
         return await asyncio.to_thread(_checked_json, endpoint, outcome, outcome.body)

@@ -20,7 +20,7 @@ import xxhash
 from batchrun.daemon.faults import CircuitBreaker, Doubts, Refusals, Trials
 from batchrun.daemon.prices import USUAL, RowTokens, output_token_s, planned_work
 from batchrun.estimator.answer_length import AnswerLengths
-from batchrun.hints import RowHint, SharedPrefixes
+from batchrun.hints import URGENT_LEAD, RowHint, SharedPrefixes
 from batchrun.jobs.expected_answers import EMBEDDINGS, output_limit
 from batchrun.jobs.inputs.input_data import InputData
 from batchrun.jobs.inputs.spool import PlannedRows
@@ -257,8 +257,6 @@ class ActiveJob:
         )
 
 
-URGENT_LEAD = 1 << 20
-"""An urgent row's rank lies so far ahead: before every row that waits in an engine."""
 HINTED_ENDPOINTS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
 
 

@@ -29,9 +29,10 @@ from batchrun.daemon.engine_link import Slot
 from batchrun.daemon.faults import IDENTICAL_ERRORS_LIMIT, SOLO, CircuitBreaker, Doubts, Trials
 from batchrun.daemon.job import ActiveJob, estimate_costs, work_of_plan
 from batchrun.daemon.writer import until_reached, until_read_or_written, until_stored
+from batchrun.engine.engine import AttachedEngine
 from batchrun.errors import EngineError, QuotaError, StateError, StorageUnreachableError, StoreError
 from batchrun.jobs.batch import check_input, validate_input
-from batchrun.jobs.expected_answers import open_answers
+from batchrun.jobs.expected_answers import UNKNOWN_MODEL, DefaultModel, open_answers
 from batchrun.jobs.inputs.input_data import InputData
 from batchrun.jobs.inputs.rows import Row
 from batchrun.jobs.inputs.spool import KeptCopy, PlannedRows
@@ -163,6 +164,7 @@ def open_job(
     *,
     links: Path,
     prompts: PromptReader = PLAIN_PROMPTS,
+    default_model: DefaultModel = UNKNOWN_MODEL,
     progress: ProgressSink | None = None,
 ) -> ActiveJob:
     """Everything the dispatcher needs to run what is left of a job. Blocking; run it in a thread.
@@ -184,7 +186,7 @@ def open_job(
         sent = plan.order.rows
         stored, done_in_order = (store, record), sent[np.isin(sent, done)]
         ratio = plan.tokens.bytes_per_token
-        answers = open_answers(spec, data, ratio, stored, done_in_order)
+        answers = open_answers(spec, data, ratio, stored, done_in_order, default_model)
         output_tokens = round(answers.mean_tokens)
         limit = None if failing is None else failing.max_failed_rows(record.num_rows)
         resumed_s = _read_instant(store, RESUMED_PREFIX, record.id)
@@ -224,8 +226,8 @@ def take_up_job(
     record: JobRecord,
     *,
     links: Path,
-    model_folder: ModelFolder,
-    python: Path | None = None,
+    prompts_of: Callable[[str, datetime], PromptReader],
+    default_model: DefaultModel = UNKNOWN_MODEL,
     progress: ProgressSink | None = None,
 ) -> ActiveJob:
     """Open a job as the files of its model let its prompts be read; a job that continues another
@@ -238,8 +240,9 @@ def take_up_job(
         num_rows = continue_job(store, record, links=links, progress=progress)
         log.info("%s: %d rows taken over", record.id, num_rows)
     created_at = datetime.fromtimestamp(record.created_at).astimezone()
-    with read_prompts(model_folder(spec.model), now=created_at, python=python) as prompts:
-        return open_job(store, record, links=links, prompts=prompts, progress=progress)
+    with prompts_of(spec.model, created_at) as prompts:
+        take_up = partial(open_job, default_model=default_model, progress=progress)
+        return take_up(store, record, links=links, prompts=prompts)
 
 
 ENGINE_INTERVAL_S, UNTOLD_INTERVAL_S = 0.5, 5.0
@@ -255,7 +258,8 @@ T = TypeVar("T")
 class Opener:
     """Brings jobs into memory. `links` is the folder of pinned inputs, `files` where the files of
     OpenAI's API lie, `model_folder` tells that of a model, `python` the engines'
-    interpreter, `key_limits` what holds where a key has no limit of its own; see `Daemon`."""
+    interpreter, `key_limits` what holds where a key has no limit of its own, `first_model` what
+    batchrun.yaml has the first engine list first; see `Daemon`."""
 
     store: Store
     slots: Sequence[Slot]
@@ -264,6 +268,7 @@ class Opener:
     files: FileBytes | None
     python: Path | None = None
     key_limits: KeyLimits = NO_LIMITS
+    first_model: str | None = None
     _reading: FairDoor = field(default_factory=partial(FairDoor, MAX_OPENINGS))
 
     async def open(self, record: JobRecord, progress: ProgressSink) -> ActiveJob | None:
@@ -278,14 +283,26 @@ class Opener:
             started = await self._validate(batch, key, progress)
         if started is None:
             return None
+        default_model = await self._default_model()
         take_up = partial(
-            take_up_job, links=self.links, model_folder=self.model_folder, python=self.python
+            take_up_job, links=self.links, prompts_of=self._prompts, default_model=default_model
         )
         owner = OPERATOR if key is None else Owner(key.id, is_bounded=key.role == "user")
         work = partial(until_read_or_written, take_up, self.store, started, progress=progress)
         job = await self._read(started, owner.id, work, progress)
         job.owner = owner
         return job
+
+    def _prompts(self, model: str, now: datetime) -> PromptReader:
+        return read_prompts(self.model_folder(model), now=now, python=self.python)
+
+    async def _default_model(self) -> DefaultModel:
+        """As told, configured or asked for now. Attached engines may reply with another name."""
+        name = next((slot.default_model for slot in self.slots), None) or self.first_model
+        if name is None and self.slots:
+            name = next(iter(await _ask_for_models(self.slots[0]) or ()), None)
+        are_attached = any(isinstance(slot.engine, AttachedEngine) for slot in self.slots)
+        return DefaultModel(name, is_sure=name is not None and not are_attached)
 
     async def _read(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -17,6 +18,13 @@ from batchrun.store import jobs, results
 from batchrun.store.database import Store
 from batchrun.store.jobs import Counts, JobRecord
 from batchrun.wire import ClassTelemetry, CostTelemetry, LatencyTelemetry, Telemetry
+
+
+def with_deadline(record: JobRecord, job_s: float | None) -> JobRecord:
+    """A job that has not ended with its deadline: after `job_s` where it has none of its own."""
+    if record.expires_at is not None or job_s is None or record.state.is_terminal:
+        return record
+    return replace(record, expires_at=record.created_at + job_s)
 
 
 def view_job(
@@ -69,10 +77,13 @@ MOST_ENDED = 1_000
 and the daemon has other work."""
 
 
-def view_stored(store: Store, job: str | None = None) -> dict[str, object]:
+def view_stored(
+    store: Store, job: str | None = None, job_s: float | None = None
+) -> dict[str, object]:
     """The jobs as the store alone has them, oldest first, and how many more have ended; among them
-    the one that `job` means. Raises UnknownJobError, StoreError."""
+    the one that `job` means. `job_s` is `timeouts.job`. Raises UnknownJobError, StoreError."""
     records, num_more = jobs.list_shown(store, MOST_ENDED, job)
+    records = [with_deadline(record, job_s) for record in records]
     return {"jobs": _view_records(store, records), "num_more_ended": num_more}
 
 

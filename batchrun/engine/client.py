@@ -69,6 +69,9 @@ OF_ANOTHER = "the engine's reply is to another request"
 _BUSY_STATUSES = frozenset({429, 503})
 _RETRY_STATUSES = frozenset({408, 409, 425})
 _JOB_STATUSES = frozenset({401, 403, 404})
+_REASONS = {"incomplete": "length", "max_output_tokens": "length", "failed": "error"}
+_REASONS |= dict.fromkeys(("cancelled", "in_progress", "queued"), "abort")
+"""What a response says of its end, in the words of other endpoints."""
 _UNFINISHED_REASONS = frozenset({"abort", "error"})
 _MAX_MESSAGE_CHARS = 2_000
 _AS_SPACES = dict.fromkeys([*range(32), *range(127, 160)], " ")
@@ -124,10 +127,12 @@ def _classify_success(request: Request, reply: Reply) -> Outcome:
     code, problem, finish_reason = "invalid_response", _find_problem(document, key), None
     if document is not None and not problem and _is_of_another(request, document.get("id")):
         problem = OF_ANOTHER
-    if document is not None and not problem and key == "choices":
-        finish_reason = _finish_reason(document)
-    if finish_reason in _UNFINISHED_REASONS:
+    if document is not None and not problem:
+        finish_reason = _finish_reason(document, key)
+    if document is not None and finish_reason in _UNFINISHED_REASONS:
         code, problem = "aborted", f"the engine gave the row up (finish_reason {finish_reason})"
+        if isinstance(told := document.get("error"), dict) and told.get("message"):
+            problem += f": {_one_line(told['message'])}"
     if document is None or problem:
         error = RowError(code, problem, reply.status_code)
         return failure(request, OutcomeKind.RETRY, error, duration_s=reply.duration_s)
@@ -179,8 +184,12 @@ def _parse_object(body: bytes) -> dict[str, object] | None:
     return document if isinstance(document, dict) else None
 
 
-def _finish_reason(document: dict[str, object]) -> str | None:
-    choices = document["choices"]
+def _finish_reason(document: dict[str, object], key: str | None) -> str | None:
+    if key == "output":
+        end, details = _REASONS.get(str(document.get("status"))), document.get("incomplete_details")
+        why = str(details.get("reason") or "") if isinstance(details, dict) else ""
+        return _REASONS.get(why, why) if why and end not in _UNFINISHED_REASONS else end
+    choices = document["choices"] if key == "choices" else None
     reason = choices[0].get("finish_reason") if isinstance(choices, list) else None
     return reason if isinstance(reason, str) else None
 
@@ -300,7 +309,7 @@ class EngineClient:
         self.context_tokens: dict[str, int | None] = {}
         """What its models take, prompt and answer together, as it told last."""
         self.reply_idle_s = reply_idle_s
-        self.base_url = _normalise_url(base_url)
+        self.base_url = normalise_url(base_url)
         self.api_key = api_key
         self._tls = tls
         self._sessions: dict[bool, aiohttp.ClientSession] = {}
@@ -483,7 +492,8 @@ async def _read_bounded(
     return bytes(body)
 
 
-def _normalise_url(base_url: str) -> str:
+def normalise_url(base_url: str) -> str:
+    """A server's address without `/v1`. Raises ConfigError when it is none."""
     parts = urlsplit(base_url)
     if parts.scheme not in {"http", "https"} or not parts.netloc:
         raise ConfigError(f"engine url {base_url!r}: write it as http://HOST:PORT")

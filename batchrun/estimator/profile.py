@@ -127,6 +127,9 @@ class CalibrationProfile(_Record, frozen=True, tag_field="version", tag=FORMAT_V
     """UTC epoch seconds."""
     gap: StepGap | None = None
     """Between two steps; None where steps are scheduled ahead, and in profiles from before."""
+    token_budget: Count | None = None
+    max_running: Count | None = None
+    """Limits of a step of the engine that was measured; None in profiles from before."""
 
     def __post_init__(self) -> None:
         if len({model.name for model in self.models}) != len(self.fitted):
@@ -234,4 +237,6 @@ def calibrate(
         online=online,
         measured_at=measured_at,
         gap=fit_gap(recording.gaps),
+        token_budget=facts.token_budget,
+        max_running=facts.max_running,
     )

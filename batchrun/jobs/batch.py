@@ -16,7 +16,7 @@ from batchrun.jobs.inputs.input_data import open_input
 from batchrun.jobs.inputs.rows import ROW_LIMIT_BYTES, find_lines, type_name
 from batchrun.jobs.pin import InputPin, keep_input
 from batchrun.jobs.prompts.image_tokens import guess_image_tokens
-from batchrun.jobs.request_fields import BEAM_SEARCH
+from batchrun.jobs.request_fields import IMPOSSIBLE
 from batchrun.jobs.results.file_bytes import FileBytes, local_file
 from batchrun.jobs.spec import InputSpec, JobSpec, OutputSpec
 from batchrun.media.images import is_data_url, media_urls
@@ -147,9 +147,9 @@ class BatchLines:
             name = _ENDPOINT_NAMES[self.endpoint]
             message = f"{name}: Streaming is not supported in the Batch API."
             raise _FaultError("streaming_unsupported", message, "body.stream")
-        if body.get("use_beam_search"):
-            message = f"use_beam_search {BEAM_SEARCH}"
-            raise _FaultError("invalid_request", message, "body.use_beam_search")
+        for name, why in IMPOSSIBLE.items():
+            if body.get(name):
+                raise _FaultError("invalid_request", f"{name} {why}", f"body.{name}")
         self._check_model(model)
         for kind, url in media_urls(body):
             if kind == "image" and is_data_url(url):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -22,7 +23,7 @@ from batchrun.store import jobs as job_records
 from batchrun.store import results as result_records
 from batchrun.store.database import Store
 from batchrun.store.jobs import JobRecord
-from batchrun.types import USUAL_OUTPUT_TOKENS
+from batchrun.types import DEFAULT_MODEL, USUAL_OUTPUT_TOKENS
 
 LIMIT_KEYS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 EMBEDDINGS = "/v1/embeddings"
@@ -35,6 +36,16 @@ MAX_JOBS = 32
 
 Stored = tuple[Store, JobRecord | None]
 """A store, and the job in it; None for a job that was not submitted."""
+
+
+class DefaultModel(NamedTuple):
+    """What answers where no model is named; `is_sure`: its replies tell that very name."""
+
+    name: str | None = None
+    is_sure: bool = False
+
+
+UNKNOWN_MODEL = DefaultModel()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,13 +82,18 @@ def first_guess(spec: JobSpec) -> int:
 
 
 def open_answers(
-    spec: JobSpec, data: InputData, bytes_per_token: float, stored: Stored, done_in_order: IntArray
+    spec: JobSpec,
+    data: InputData,
+    bytes_per_token: float,
+    stored: Stored,
+    done_in_order: IntArray,
+    default_model: DefaultModel = UNKNOWN_MODEL,
 ) -> AnswerLengths:
     """What the daemon starts from. `done_in_order` are the rows with a result, as they were sent:
     the latest of them count. Raises DataError when the input cannot be read."""
     column = _answers_in_data(spec, data, bytes_per_token, most_rows=MAX_RESULTS)
     known = [] if column is None else column.tokens[~np.isnan(column.tokens)]
-    prior = [round(tokens) for tokens in known] or _of_same_model(spec, stored)[0]
+    prior = [round(tokens) for tokens in known] or _of_same_model(spec, stored, default_model)[0]
     store, record = stored
     ended: list[int] = []
     if record is not None:
@@ -91,24 +107,25 @@ def estimate_outputs(
     data: InputData,
     bytes_per_token: float,
     stored: Stored | None = None,
+    default_model: DefaultModel = UNKNOWN_MODEL,
     *,
     guesses: bool = False,
 ) -> OutputEstimate:
     """The best estimate there is, row by row where that is known. With `guesses` it never is
     unknown: in place of a limit it is what the daemon expects of a job that has not begun. Raises
     DataError when the input cannot be read."""
-    known = None if stored is None else _returned(spec, *stored)
+    known = None if stored is None else _returned(spec, stored, default_model)
     known = known or _answers_in_data(spec, data, bytes_per_token)
     if known is not None:
         return known
     limit = output_limit(spec)
     mean: float | None = limit
     source = "unknown" if limit is None else "the limit in the job file"
-    earlier, of_job = ([], "") if stored is None else _of_same_model(spec, stored)
+    earlier, of_job = ([], "") if stored is None else _of_same_model(spec, stored, default_model)
     if spec.endpoint == EMBEDDINGS:
         mean, source = (0, "the endpoint") if guesses else (mean, source)
     elif earlier:
-        mean, source = AnswerLengths(earlier).mean_tokens, f"{of_job}, of the same model"
+        mean, source = AnswerLengths(earlier).mean_tokens, of_job
     elif guesses and (limit is None or limit > USUAL_OUTPUT_TOKENS):
         mean, source = first_guess(spec), "a guess, as nothing says how long they are"
     tokens = np.full(data.num_rows, np.nan if mean is None else float(mean))
@@ -140,8 +157,9 @@ def _answers_in_data(
     return OutputEstimate(tokens, float(np.nanmean(tokens)), f"the column {column!r}")
 
 
-def _returned(spec: JobSpec, store: Store, record: JobRecord | None) -> OutputEstimate | None:
+def _returned(spec: JobSpec, stored: Stored, default: DefaultModel) -> OutputEstimate | None:
     """What finished rows returned, and what those to come are expected to; None while none has."""
+    store, record = stored
     if record is None:
         return None
     counts = result_records.count(store, record.seq)
@@ -153,23 +171,35 @@ def _returned(spec: JobSpec, store: Store, record: JobRecord | None) -> OutputEs
             tokens[result.row] = result.usage.num_output_tokens
     mean = counts.num_output_tokens / counts.num_completed
     if counts.num_done < record.num_rows:
-        prior = _of_same_model(spec, (store, record))[0] or [first_guess(spec)]
+        prior = _of_same_model(spec, stored, default)[0] or [first_guess(spec)]
         seen = tokens[tokens > 0].astype(int).tolist()
         mean = AnswerLengths(prior, seen[-REMEMBERED_ANSWERS:]).mean_tokens
     return OutputEstimate(tokens, mean, f"the {counts.num_completed:,} rows that are done")
 
 
-def _of_same_model(spec: JobSpec, stored: Stored) -> tuple[Sequence[int], str]:
+def _of_same_model(
+    spec: JobSpec, stored: Stored, default_model: DefaultModel
+) -> tuple[Sequence[int], str]:
     """Answers of the newest other job that asked the same model at the same endpoint, cut at this
-    one's limit, and its name; none where there is no such job."""
+    one's limit, and whose they are; none where there is no such job. Their mean alone, which is a
+    guess, where neither names its model and it is not known whether it is the same."""
     store, record = stored
     limit = output_limit(spec)
+    guess: tuple[Sequence[int], str] = [], ""
     for other in job_records.list_newest(store, MAX_JOBS):
         asked = json.loads(other.spec)
         is_same = (asked.get("model"), asked.get("endpoint")) == (spec.model, spec.endpoint)
         if not is_same or (record is not None and other.id == record.id):
             continue
         tokens = result_records.latest_answer_tokens(store, other.seq, REMEMBERED_ANSWERS)
-        if tokens:
-            return [min(each, limit or each) for each in tokens], other.name
-    return [], ""
+        if not tokens:
+            continue
+        tokens = [min(each, limit or each) for each in tokens]
+        is_named = spec.model != DEFAULT_MODEL or spec.is_openai_batch
+        answered = None if is_named else result_records.answering_model(store, other.seq)
+        if is_named or (answered is not None and answered == default_model.name):
+            return tokens, f"{other.name}, of the same model"
+        if not guess[0] and (answered is None or not default_model.is_sure):
+            mean = round(sum(tokens) / len(tokens))
+            guess = [mean], f"{other.name}, perhaps of the same model"
+    return guess

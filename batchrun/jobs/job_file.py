@@ -20,7 +20,7 @@ from batchrun.files import is_url
 from batchrun.jobs import objects
 from batchrun.jobs.inputs.text_files import unpacked
 from batchrun.jobs.prompts.templating import is_template, syntax_problem
-from batchrun.jobs.request_fields import BEAM_SEARCH, field_problems
+from batchrun.jobs.request_fields import IMPOSSIBLE, field_problems
 from batchrun.jobs.spec import InputFormat, JobFile, JobSpec, Source
 from batchrun.strict import Document, read_document, validate_document
 
@@ -102,8 +102,8 @@ def _request_problems(job: JobFile, content_key: str) -> Iterator[Problem]:
             yield f"request.{field}", f"belongs under input: input.{content_key}"
         elif field in {"stream", "stream_options"}:
             yield f"request.{field}", "a job's answers go to a file; streaming is not possible"
-        elif field == "use_beam_search" and job.request[field]:
-            yield f"request.{field}", BEAM_SEARCH
+        elif field in IMPOSSIBLE and job.request[field]:
+            yield f"request.{field}", IMPOSSIBLE[field]
     others = {name: each for name, each in job.request.items() if name not in ELSEWHERE}
     yield from field_problems(job.endpoint, others)
     if job.input.format == "openai-batch" and job.request:

@@ -71,7 +71,10 @@ _RANGES = {
     "presence_penalty": (-2.0, 2.0),
     "repetition_penalty": (0.0, math.inf),
 }
-BEAM_SEARCH = "is not possible: vLLM asks for each of its tokens anew, as calls before all others"
+IMPOSSIBLE = {
+    "background": "is not possible: a job waits for each answer",
+    "use_beam_search": "is not possible: vLLM asks for each token anew, as calls before others",
+}
 CLIENT_ARGUMENTS = frozenset({"extra_body", "extra_headers", "extra_query", "timeout"})
 FORMATS = ("text", "json_object", "json_schema", "structural_tag")
 
@@ -88,11 +91,16 @@ def field_problems(endpoint: str, request: Mapping[str, JsonValue]) -> Iterator[
         elif name not in known:
             if hint := suggestion(name, known):
                 yield here, f"{endpoint} has no such field{hint}"
-        elif not (isinstance(value, str) and is_template(value)):
+        elif not _is_open(value):
             yield from _value_problems(here, name, value)
     least, most = request.get("min_tokens"), request.get("max_tokens")
     if isinstance(least, int) and isinstance(most, int) and least > most:
         yield "request.min_tokens", f"is more than max_tokens ({least} and {most})"
+
+
+def _is_open(value: JsonValue) -> bool:
+    """Whether it is a template: rows tell what it stands for."""
+    return isinstance(value, str) and is_template(value)
 
 
 def _value_problems(here: str, name: str, value: JsonValue) -> Iterator[Problem]:
@@ -120,14 +128,15 @@ def _format_problems(here: str, value: JsonValue) -> Iterator[Problem]:
         yield here, "must be {type: json_object} or {type: json_schema, json_schema: {...}}"
         return
     kind = value["type"]
-    if kind not in FORMATS:
+    if kind not in FORMATS and not _is_open(kind):
         hint = suggestion(str(kind), FORMATS)
         yield f"{here}.type", f"must be one of {', '.join(FORMATS)}, not {_shown(kind)}{hint}"
     elif kind == "json_schema":
         inner = value.get("json_schema")
-        if not isinstance(inner, dict) or not isinstance(inner.get("schema"), dict):
+        schema = inner.get("schema") if isinstance(inner, dict) else inner
+        if not isinstance(schema, dict) and not _is_open(schema):
             yield f"{here}.json_schema", "must hold a name and a schema: {name: x, schema: {...}}"
-        elif not isinstance(inner.get("name"), str):
+        elif isinstance(inner, dict) and not isinstance(inner.get("name"), str):
             yield f"{here}.json_schema.name", "is required and must be text"
 
 
@@ -136,6 +145,8 @@ def _tool_problems(here: str, value: JsonValue) -> Iterator[Problem]:
         yield here, "must be a list of tools, each {type: function, function: {name: ...}}"
         return
     for index, tool in enumerate(value):
+        if _is_open(tool):
+            continue
         if not isinstance(tool, dict) or tool.get("type") is None:
             yield f"{here}[{index}]", "must be {type: function, function: {name: ...}}"
         elif tool["type"] == "function" and not _is_named(tool.get("function", tool)):
@@ -143,7 +154,8 @@ def _tool_problems(here: str, value: JsonValue) -> Iterator[Problem]:
 
 
 def _is_named(function: JsonValue) -> bool:
-    return isinstance(function, dict) and isinstance(function.get("name"), str)
+    name = function.get("name") if isinstance(function, dict) else None
+    return isinstance(name, str) or _is_open(function)
 
 
 def _shown(value: JsonValue) -> str:

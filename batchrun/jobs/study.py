@@ -5,6 +5,7 @@ Tokens of the prompt tree are counted on a sample of its rows and estimated from
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -131,12 +132,14 @@ class KvSize:
     """The KV cache of one engine, the smallest where there are several.
 
     `tokens` is None while unknown. The sources say in words where each figure is from.
+    `most_tokens` are the largest engine's, infinite while any engine's are unknown.
     """
 
     tokens: int | None
     source: str
     block_tokens: int
     block_source: str
+    most_tokens: float = math.inf
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,8 +1,8 @@
 """Deadlines of jobs: which are kept, what share of the capacity that takes, and which are missed.
 
 Fair shares are enough while every job would finish by them in time, with a margin. Otherwise each
-job claims the least share that keeps its deadline: a part of all tokens goes to it in turns beside
-the fair share, and the rest stays fair. The deadlines of a bounded owner are kept only as far as
+job claims the least share that keeps its deadline: what its fair share lacks of that goes to it in
+turns of its own, and the rest stays fair. The deadlines of a bounded owner are kept only as far as
 its own share goes. Work is in computed tokens, rates are computed tokens per
 second of all engines together.
 """
@@ -10,6 +10,7 @@ second of all engines together.
 from __future__ import annotations
 
 from bisect import insort
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
@@ -26,12 +27,14 @@ LEAST_LEFT_S = 1.0
 
 
 class JobWork(NamedTuple):
-    """What a job has left; `doubt` is how far `tokens` may be off, as a share."""
+    """What a job has left; `doubt` is how far `tokens` may be off, as a share. One that waits takes
+    part in no fair share now."""
 
     weight: float
     tokens: float
     doubt: float
     owner: Owner = OPERATOR
+    is_waiting: bool = False
 
 
 class Kept(NamedTuple):
@@ -99,32 +102,59 @@ def owner_shares(works: Mapping[str, JobWork]) -> dict[Owner, float]:
 
 def fair_parts(works: Mapping[str, JobWork]) -> dict[str, float]:
     """The part of the capacity that each job has by fair share while all of these run."""
-    shares, weights = owner_shares(works), dict[Owner, float]()
+    weights = defaultdict[Owner, list[float]](list)
     for work in works.values():
-        weights[work.owner] = weights.get(work.owner, 0.0) + work.weight
-    return {
-        job_id: shares[work.owner] * (work.weight / weights[work.owner])
-        for job_id, work in works.items()
-    }
+        weights[work.owner].append(work.weight)
+    total = sum(map(max, weights.values()))
+    parts = {owner: max(its) / total / sum(its) for owner, its in weights.items()}
+    return {job_id: parts[work.owner] * work.weight for job_id, work in works.items()}
+
+
+def claimed_parts(works: Mapping[str, JobWork], claims: Mapping[str, float]) -> dict[str, float]:
+    """The part of the capacity that each job has: its claim, or its fair part of what the claims
+    leave where that is more. Those of a bounded owner come out of its own part."""
+    claims = {job_id: claim for job_id, claim in claims.items() if job_id in works}
+    bounded = {works[job_id].owner for job_id in claims if works[job_id].owner.is_bounded}
+    free = {i: claim for i, claim in claims.items() if works[i].owner not in bounded}
+    parts = _divide(fair_parts(works), free)
+    owned: dict[Owner, dict[str, float]] = {owner: {} for owner in bounded}
+    for job_id, work in works.items():
+        if work.owner in owned:
+            owned[work.owner][job_id] = parts[job_id]
+    for own in owned.values():
+        parts |= _divide(own, {i: claims[i] for i in own if i in claims})
+    return parts
+
+
+def _divide(fair: Mapping[str, float], claims: Mapping[str, float]) -> dict[str, float]:
+    """All that the `fair` parts add up to, of which claims get `MOST_SHARE` at most."""
+    whole, claimed = sum(fair.values()), sum(claims.values())
+    scale = min(1.0, MOST_SHARE * whole / claimed) if claimed else 1.0
+    parts, held = dict(fair), dict[str, float]()
+    while over := {i: scale * claim for i, claim in claims.items() if scale * claim > parts[i]}:
+        held |= over
+        left = whole - sum(held.values())
+        rest = sum(part for job_id, part in fair.items() if job_id not in held)
+        parts = {i: held[i] if i in held else part / rest * left for i, part in fair.items()}
+    return parts
 
 
 def tokens_ahead(works: Mapping[str, JobWork], claims: Mapping[str, float]) -> dict[str, float]:
     """How many tokens all jobs together compute until each of them is done.
 
-    `claims` are shares of the capacity that some have on top; the rest is shared by weight.
+    `claims` are shares of the capacity that some have at least; the rest is shared by weight.
     """
     ahead = dict.fromkeys(works, 0.0)
     left = {job_id: max(work.tokens, 0.0) for job_id, work in works.items()}
-    total = 0.0
-    while any(job_id in claims for job_id in left):
-        free = 1 - sum(claims.get(job_id, 0.0) for job_id in left)
-        parts = fair_parts({job_id: works[job_id] for job_id in left})
-        shares = {job_id: claims.get(job_id, 0.0) + free * parts[job_id] for job_id in left}
+    running, total = dict(works), 0.0
+    while claims.keys() & running.keys():
+        shares = claimed_parts(running, claims)
         first = min(left, key=lambda job_id: left[job_id] / shares[job_id])
         passed = left[first] / shares[first]
         total += passed
         ahead[first] = total
         left = {i: tokens - shares[i] * passed for i, tokens in left.items() if i != first}
+        del running[first]
     unclaimed = {
         job_id: works[job_id]._replace(tokens=max(tokens, 0.0), doubt=0.0)
         for job_id, tokens in left.items()
@@ -206,9 +236,10 @@ class Outlook:
 
 @dataclass(slots=True)
 class Deadline:
-    """One job's deadline, and what was said of it last."""
+    """One job's deadline, and what was said of it last; `seq` counts jobs as they came."""
 
     deadline_at: float
+    seq: int = 0
     reserve_s: float | None = None
     is_kept: bool = True
     contrary_since: float | None = None
@@ -234,17 +265,18 @@ class Deadline:
 class Deadlines:
     """The deadlines of the running jobs; instants are on the clock of `now_s`.
 
-    A job that joins later never takes the deadline of one that joined earlier: it is kept only
-    where there is room beside those. A deadline that cannot be kept claims nothing.
+    A job that came later never takes the deadline of one that came earlier: it is kept only where
+    there is room beside those. A deadline that cannot be kept claims nothing.
     """
 
     margins: Margins = DEFAULT_MARGINS
     _deadlines: dict[str, Deadline] = field(default_factory=dict, init=False)
     _news: list[Outlook] = field(default_factory=list, init=False)
 
-    def join(self, job_id: str, deadline_at: float) -> None:
+    def join(self, job_id: str, deadline_at: float, seq: int = 0) -> None:
         """A job must be done at `deadline_at`."""
-        self._deadlines[job_id] = Deadline(deadline_at)
+        deadlines = self._deadlines | {job_id: Deadline(deadline_at, seq)}
+        self._deadlines = dict(sorted(deadlines.items(), key=lambda item: item[1].seq))
 
     def leave(self, job_id: str) -> None:
         """The job has ended or is paused."""
@@ -266,7 +298,8 @@ class Deadlines:
     ) -> dict[str, float]:
         """The shares of the capacity that deadlines claim, the earliest first; often none.
 
-        `works` names all running jobs. `lag_s` passes between handing out a row and its result.
+        `works` names all running jobs that share it. `lag_s` passes between handing out a row and
+        its result.
         """
         if not self._deadlines:
             return {}
@@ -284,8 +317,9 @@ class Deadlines:
     def _keep(self, now_s: float, capacity: float, works: Mapping[str, JobWork]) -> list[Kept]:
         """The deadlines that fit beside each other, by time; what is said of the rest."""
         kept: list[Kept] = []
-        shares = owner_shares(works)
-        for job_id, deadline in self._deadlines.items():
+        sharing = {job_id: work for job_id, work in works.items() if not work.is_waiting}
+        shares = owner_shares(sharing)
+        for job_id, deadline in [each for each in self._deadlines.items() if each[0] in works]:
             left_s = max(deadline.deadline_at - now_s, LEAST_LEFT_S)
             if deadline.reserve_s is None:
                 deadline.reserve_s = self.margins.reserve * left_s
@@ -295,6 +329,8 @@ class Deadlines:
             room = rate * left_s - tokens_before(kept, least, left_s, rate)
             if work.owner.is_bounded:
                 own = [each for each in kept if works[each.job_id].owner == work.owner]
+                if work.owner not in shares:
+                    shares[work.owner] = owner_shares(sharing | {job_id: work})[work.owner]
                 own_rate = rate * shares[work.owner]
                 own_room = own_rate * left_s - tokens_before(own, least, left_s, own_rate)
                 room = min(room, own_room)

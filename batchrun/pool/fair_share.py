@@ -3,11 +3,15 @@
 A turn is a subtree, so that the KV of its prefix stays in use, or a quantum where a subtree is
 longer. What a job still has to compute is its estimate, corrected by what came back; what deadlines
 need comes on top, but for jobs whose owners are bounded: theirs comes out of the owner's share.
+Engines that share no model have capacities of their own, which go by the number of a pool.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from batchrun.pool.deadlines import (
@@ -24,6 +28,8 @@ from batchrun.pool.pace import CapacityForecast, Completion, LastRows
 from batchrun.pool.row_times import RowTimes
 
 REVIEW_INTERVAL_S = 1.0
+NO_POOL = -1
+"""That of jobs whose model no engine has."""
 NEW_JOB = ""
 """Stands for a job that is only asked about."""
 
@@ -34,6 +40,15 @@ class Turn(NamedTuple):
     job_id: str
     is_urgent: bool
     engine: int = 0
+
+
+@dataclass(slots=True)
+class _Pool:
+    """Engines that share models: how fast they are, and what deadlines claim of that."""
+
+    urgent: UrgentTurns
+    capacity: CapacityForecast = field(default_factory=CapacityForecast)
+    claims: dict[str, float] = field(default_factory=dict)
 
 
 class JobTurns:
@@ -48,19 +63,16 @@ class JobTurns:
     ) -> None:
         self._quantum_tokens = quantum_tokens
         self._shares = JobShares(quantum_tokens)
-        self._urgent = UrgentTurns(quantum_tokens)
         self._deadlines = Deadlines(margins)
-        self._capacity = CapacityForecast()
-        self._claims: dict[str, float] = {}
+        self._pools = defaultdict[int, _Pool](lambda: _Pool(UrgentTurns(quantum_tokens)))
         self._review_at = float("-inf")
         self._times: dict[str, RowTimes] = {}
-        self._now_s = 0.0
+        self.now_s = 0.0
 
-    @property
-    def pace(self) -> tuple[float | None, float]:
+    def pace(self, pool: int = 0) -> tuple[float | None, float]:
         """Computed tokens per second of the last minute in which the engines were full (None while
         not known), and how many such seconds were seen."""
-        completions = self._capacity.completions
+        completions = self._pools[pool].capacity.completions
         return completions.tokens_per_s, completions.seen_s
 
     def join(
@@ -71,24 +83,34 @@ class JobTurns:
         *,
         deadline_at: float | None = None,
         owner: Owner = OPERATOR,
+        seq: int = 0,
     ) -> None:
         """A job runs from now on, or again after a pause.
 
-        `work_tokens` is the sum of the estimates of its rows that have no result yet.
+        `work_tokens` is the sum of the estimates of its rows that have no result yet, `seq` its
+        number among all jobs as they came.
         """
         self._shares.join(job_id, weight, WorkLeft(work_tokens), owner)
         self._times[job_id] = RowTimes()
         if deadline_at is not None:
-            self._deadlines.join(job_id, deadline_at)
+            self._deadlines.join(job_id, deadline_at, seq)
         self._review_at = float("-inf")
 
     def leave(self, job_id: str) -> None:
         """A job has ended or is paused: no turn, no claim; its rows in flight are free."""
         self._shares.leave(job_id)
         del self._times[job_id]
-        self._urgent.leave(job_id)
+        for pool in self._pools.values():
+            pool.urgent.leave(job_id)
         self._deadlines.leave(job_id)
         self._review_at = float("-inf")
+
+    def place(self, pool_of: Mapping[str, int]) -> None:
+        """From now on these jobs share the engines of these pools; of 0 until it is said. One whose
+        model no engine has stays where it was."""
+        for job_id, number in pool_of.items():
+            if number != NO_POOL:
+                self._shares.place(job_id, number)
 
     def choose(
         self,
@@ -100,15 +122,17 @@ class JobTurns:
         """The job whose row goes to an engine next; None when there is none.
 
         `ready` are the jobs with a row to hand out, `eligible` those with one for this engine (not
-        given: the same).
+        given: the same), all of one pool but for those whose model no engine has.
         """
-        self._now_s = now_s
+        self.now_s = now_s
         if now_s >= self._review_at:
-            self._review(now_s)
+            self._review(now_s, ready)
         eligible = ready if eligible is None else eligible
+        numbers = (each for each in map(self._number, eligible) if each != NO_POOL)
+        pool = self._pools[next(numbers, NO_POOL)]
         holder = self._shares.holder(ready, eligible, engine)
-        may_hurry = self._shares.in_share(eligible) if self._claims else eligible
-        urgent = self._urgent.choose(may_hurry, is_between_turns=holder is None)
+        may_hurry = self._shares.in_share(eligible) if pool.claims else eligible
+        urgent = pool.urgent.choose(may_hurry, is_between_turns=holder is None)
         if urgent is not None:
             return Turn(urgent, is_urgent=True, engine=engine)
         fair = holder or self._shares.begin_turn(eligible, engine)
@@ -117,12 +141,13 @@ class JobTurns:
     def charge(self, turn: Turn, row: int, estimated_tokens: int, *, ends_subtree: bool) -> None:
         """A row is handed out. `ends_subtree`: the job's next row there has another prefix."""
         job_id, is_urgent, engine = turn
+        urgent = self._pools[self._number(job_id)].urgent
         tokens = self._shares.charge(job_id, row, estimated_tokens, is_urgent=is_urgent)
-        self._times[job_id].sent(row, self._now_s)
-        self._urgent.charge(job_id, tokens, is_urgent=is_urgent)
+        self._times[job_id].sent(row, self.now_s)
+        urgent.charge(job_id, tokens, is_urgent=is_urgent)
         if ends_subtree:
             self._shares.end_turn(job_id, engine)
-            self._urgent.end_turn(job_id)
+            urgent.end_turn(job_id)
 
     def is_in_turn(self, job_id: str, engine: int = 0) -> bool:
         """Whether the job goes on with its fair turn on an engine, if it has a row."""
@@ -130,10 +155,10 @@ class JobTurns:
 
     def settle(self, job_id: str, row: int, computed_tokens: int) -> None:
         """A row has ended, with or without error, after so many computed tokens."""
-        self._capacity.add(computed_tokens)
+        self._pools[self._number(job_id)].capacity.add(computed_tokens)
         self._shares.settle(job_id, row, computed_tokens)
         if job_id in self._times:
-            self._times[job_id].ended(row, self._now_s)
+            self._times[job_id].ended(row, self.now_s)
 
     def refund(self, job_id: str, row: int) -> None:
         """A row came back unfinished and will run again."""
@@ -141,30 +166,37 @@ class JobTurns:
         if job_id in self._times:
             self._times[job_id].lost(row)
 
-    def observe(self, now_s: float, *, is_saturated: bool) -> None:
-        """From now on the engines have all the rows that they take, or not.
+    def observe(self, now_s: float, *, is_saturated: bool, pool: int = 0) -> None:
+        """From now on the engines of a pool have all the rows that they take, or not.
 
         Call it after each round of handing out, at least a few times a second.
         """
-        self._now_s = now_s
-        self._capacity.observe(now_s, self._shares.num_in_flight, is_saturated=is_saturated)
+        self.now_s = now_s
+        num_in_flight = self._shares.num_in_flight[pool]
+        self._pools[pool].capacity.observe(now_s, num_in_flight, is_saturated=is_saturated)
 
     def outlook(self, job_id: str) -> Outlook | None:
         """What becomes of a job's deadline; None without one, or before there is a forecast."""
         return self._deadlines.outlook(job_id)
 
     def completions(self, waiting: AbstractSet[str] = frozenset()) -> dict[str, Completion]:
-        """When the running jobs will be done, but for those that wait for another time of day;
-        empty while the pace is not known."""
-        works = self._works(waiting)
-        return self._capacity.completions.predict(works, self._claims, self._last_rows())
+        """When the running jobs will be done, but for those that wait for another time of day, and
+        those in flight as a whole of whose rows too few have ended; empty while no pace is known.
+        """
+        found: dict[str, Completion] = {}
+        for number, pool in self._pools.items():
+            works, last_rows = self._works(number, waiting), self._last_rows(number)
+            its = pool.capacity.completions.predict(works, pool.claims, last_rows)
+            found |= {i: its[i] for i in its if i in last_rows or not self._are_sent(i)}
+        return found
 
     def predict(
-        self, weight: float, work_tokens: int, waiting: AbstractSet[str] = frozenset()
+        self, weight: float, tokens: int, waiting: AbstractSet[str] = frozenset(), pool: int = 0
     ) -> Completion | None:
         """When a job would be done that joined now; None while the pace is not known."""
-        works = self._works(waiting) | {NEW_JOB: JobWork(weight, work_tokens, DOUBT)}
-        return self._capacity.completions.predict(works, self._claims, {}).get(NEW_JOB)
+        works = self._works(pool, waiting) | {NEW_JOB: JobWork(weight, tokens, DOUBT)}
+        known = self._pools[pool]
+        return known.capacity.completions.predict(works, known.claims, {}).get(NEW_JOB)
 
     def take_news(self) -> list[Outlook]:
         """Outlooks to announce: those that changed since the last call."""
@@ -173,37 +205,48 @@ class JobTurns:
     def check(self) -> None:
         """Recount everything; raises AssertionError when an account does not balance."""
         self._shares.check()
-        self._urgent.check(self._shares.accounts.keys())
+        for pool in self._pools.values():
+            pool.urgent.check(self._shares.accounts.keys())
 
-    def _review(self, now_s: float) -> None:
+    def _number(self, job_id: str) -> int:
+        account = self._shares.accounts.get(job_id)
+        return NO_POOL if account is None else account.tenant.pool
+
+    def _in_flight_tokens(self, pool: int) -> int:
+        rows = (account.in_flight for _, account in self._shares.jobs(pool))
+        return sum(charge.charged_tokens for each in rows for charge in each.values())
+
+    def _review(self, now_s: float, ready: AbstractSet[str]) -> None:
         self._review_at = now_s + REVIEW_INTERVAL_S
-        capacity = self._capacity.tokens_per_s
-        if capacity is None:
-            self._urgent.claim({})
-            self._claims = {}
-            return
-        works = self._works()
-        lag_s = (self._shares.in_flight_tokens + self._quantum_tokens) / capacity
-        self._claims = self._deadlines.review(now_s, capacity, lag_s, works)
-        self._urgent.claim({
-            job_id: Claim(share, works[job_id].tokens) for job_id, share in self._claims.items()
-        })
+        accounts = self._shares.accounts.items()
+        waiting = {i for i, account in accounts if i not in ready and not account.in_flight}
+        for number, pool in self._pools.items():
+            capacity, pool.claims = pool.capacity.tokens_per_s, {}
+            works = self._works(number)
+            works |= {i: works[i]._replace(is_waiting=True) for i in waiting & works.keys()}
+            if capacity is not None:
+                lag_s = (self._in_flight_tokens(number) + self._quantum_tokens) / capacity
+                pool.claims = self._deadlines.review(now_s, capacity, lag_s, works)
+            claims = {i: Claim(share, works[i].tokens) for i, share in pool.claims.items()}
+            pool.urgent.claim(claims)
 
-    def _works(self, waiting: AbstractSet[str] = frozenset()) -> dict[str, JobWork]:
+    def _works(self, pool: int, waiting: AbstractSet[str] = frozenset()) -> dict[str, JobWork]:
         return {
-            job_id: JobWork(
-                account.weight, account.work.tokens, account.work.doubt, account.tenant.owner
-            )
-            for job_id, account in self._shares.accounts.items()
+            job_id: JobWork(job.weight, job.work.tokens, job.work.doubt, job.tenant.owner)
+            for job_id, job in self._shares.jobs(pool)
             if job_id not in waiting
         }
 
-    def _last_rows(self) -> dict[str, LastRows]:
-        found = {}
-        for job_id, account in self._shares.accounts.items():
-            last_end = self._times[job_id].last_end_s(self._now_s)
+    def _last_rows(self, pool: int) -> dict[str, LastRows]:
+        found, in_flight_tokens = {}, self._in_flight_tokens(pool)
+        for job_id, _ in self._shares.jobs(pool):
+            last_end = self._times[job_id].last_end_s(self.now_s)
             if last_end is not None:
-                estimated = sum(each.estimated_tokens for each in account.in_flight.values())
-                are_sent = estimated >= account.work.estimated_tokens
-                found[job_id] = LastRows(last_end, self._shares.in_flight_tokens, are_sent)
+                found[job_id] = LastRows(last_end, in_flight_tokens, self._are_sent(job_id))
         return found
+
+    def _are_sent(self, job_id: str) -> bool:
+        """Whether a job has rows in flight and no others."""
+        account = self._shares.accounts[job_id]
+        estimated = sum(each.estimated_tokens for each in account.in_flight.values())
+        return bool(account.in_flight) and estimated >= account.work.estimated_tokens

@@ -2,13 +2,14 @@
 
 Start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996) on two levels: the next turn is that
 of the tenant at the lowest level, its charged tokens by its weight, and of the job at the lowest
-level among those of the tenant. A tenant weighs as much as its heaviest job, so that many jobs of
-one weigh as one.
+level among those of the tenant. A tenant weighs as much as its heaviest job that is ready, so that
+many jobs of one weigh as one.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
@@ -81,30 +82,33 @@ OPERATOR = Owner()
 class Charge(NamedTuple):
     """What a row in flight was charged; an urgent one is no part of its job's fair share.
 
-    `tenant_weight` is what its tenant weighed then; None: the tenant was not charged.
+    `tenant_weight` is what its `tenant` weighed then; None: the tenant was not charged.
     """
 
     estimated_tokens: int
     charged_tokens: int
     is_urgent: bool
+    tenant: Tenant
     tenant_weight: float | None
 
 
 @dataclass(slots=True, eq=False)
 class Tenant:
-    """The jobs of one owner, and the level of all of them together; `weight` is that of the
-    heaviest."""
+    """The jobs of one owner that share a pool of engines, and the level of all of them together;
+    `weight` is that of the heaviest that is ready."""
 
     owner: Owner
+    pool: int = 0
     weight: float = 0.0
     level: float = 0.0
     is_awake: bool = False
     jobs: dict[str, JobAccount] = field(default_factory=dict)
     peers: Peers = field(default_factory=lambda: Peers())
 
-    def weigh(self) -> None:
-        """Jobs have joined or left."""
-        self.weight = max((job.weight for job in self.jobs.values()), default=0.0)
+    def add(self, job_id: str, account: JobAccount) -> None:
+        """A job has joined."""
+        self.jobs[job_id], account.tenant = account, self
+        self.weight = max(self.weight, account.weight)
 
     def wake_at(self, level: float) -> None:
         """It has rows again: what it could have had meanwhile is gone."""
@@ -181,7 +185,8 @@ class Peers:
 
 
 class JobShares:
-    """The `accounts` of all jobs, in the order in which they joined, and whose turn it is.
+    """The `accounts` of all jobs, in the order in which they joined, and whose turn it is;
+    `num_in_flight` counts rows by pool.
 
     `ready` is always the set of jobs that have a row to hand out now. A job that was not in it the
     last time, because it is new, was paused or waited, starts at the level of the least served of
@@ -192,28 +197,45 @@ class JobShares:
     def __init__(self, quantum_tokens: int = QUANTUM_TOKENS) -> None:
         self._quantum_tokens = quantum_tokens
         self.accounts: dict[str, JobAccount] = {}
-        self._tenants: dict[str, Tenant] = {}
+        self._tenants: dict[tuple[str, int], Tenant] = {}
         self._peers = Peers()
         self._turns: dict[int, str] = {}
-        self.num_in_flight = 0
-        self.in_flight_tokens = 0
+        self.num_in_flight = Counter[int]()
 
     def join(self, job_id: str, weight: float, work: WorkLeft, owner: Owner = OPERATOR) -> None:
         """A job takes part from now on; `weight` is above 0."""
         assert job_id not in self.accounts
         self._forget_tenants()
-        tenant = self._tenants.setdefault(owner.id, Tenant(owner))
-        self.accounts[job_id] = tenant.jobs[job_id] = JobAccount(weight, work, tenant)
-        tenant.weigh()
+        tenant = self._tenants.setdefault((owner.id, 0), Tenant(owner))
+        self.accounts[job_id] = JobAccount(weight, work, tenant)
+        tenant.add(job_id, self.accounts[job_id])
+
+    def place(self, job_id: str, pool: int) -> None:
+        """The job shares the engines of this pool from now on; of 0 until it is said. What it had
+        elsewhere says nothing there."""
+        account = self.accounts[job_id]
+        owner, before = account.tenant.owner, account.tenant.pool
+        if before == pool:
+            return
+        del account.tenant.jobs[job_id]
+        self._tenants.setdefault((owner.id, pool), Tenant(owner, pool)).add(job_id, account)
+        self.end_turn(job_id)
+        account.is_awake = False
+        account.start_level -= account.level
+        account.add(0)
+        self.num_in_flight[before] -= len(account.in_flight)
+        self.num_in_flight[pool] += len(account.in_flight)
+
+    def jobs(self, pool: int) -> Iterator[tuple[str, JobAccount]]:
+        """Those that share the engines of a pool."""
+        return (job for t in self._tenants.values() if t.pool == pool for job in t.jobs.items())
 
     def leave(self, job_id: str) -> None:
         """A job has ended or is paused; its rows in flight are nobody's any more. Its tenant keeps
         their charge: whoever makes and cancels jobs gains nothing by it."""
         account = self.accounts.pop(job_id)
         del account.tenant.jobs[job_id]
-        account.tenant.weigh()
-        self.num_in_flight -= len(account.in_flight)
-        self.in_flight_tokens -= sum(c.charged_tokens for c in account.in_flight.values())
+        self.num_in_flight[account.tenant.pool] -= len(account.in_flight)
         self.end_turn(job_id)
 
     def holder(
@@ -261,13 +283,8 @@ class JobShares:
     def in_share(self, job_ids: AbstractSet[str]) -> set[str]:
         """Those of the jobs whose owners may have urgent rows now: all but jobs of a bounded owner
         that is a quantum ahead of the least served. Call `holder` first."""
-        over = {
-            owner
-            for owner, tenant in self._tenants.items()
-            if tenant.owner.is_bounded and tenant.jobs and not self._is_near(tenant)
-        }
-        accounts = {each: self.accounts[each] for each in job_ids if each in self.accounts}
-        return {each for each, job in accounts.items() if job.tenant.owner.id not in over}
+        tenants = {each: self.accounts[each].tenant for each in job_ids & self.accounts.keys()}
+        return {i for i, t in tenants.items() if not t.owner.is_bounded or self._is_near(t)}
 
     def charge(self, job_id: str, row: int, estimated_tokens: int, *, is_urgent: bool) -> int:
         """A row is handed out; returns its charge, the estimate corrected by the rows before it.
@@ -278,9 +295,8 @@ class JobShares:
         assert row not in account.in_flight
         tokens, tenant = account.work.corrected(estimated_tokens), account.tenant
         weight = tenant.weight if tenant.owner.is_bounded or not is_urgent else None
-        account.in_flight[row] = Charge(estimated_tokens, tokens, is_urgent, weight)
-        self.num_in_flight += 1
-        self.in_flight_tokens += tokens
+        account.in_flight[row] = Charge(estimated_tokens, tokens, is_urgent, tenant, weight)
+        self.num_in_flight[tenant.pool] += 1
         if not is_urgent:
             account.add(tokens)
         if weight is not None:
@@ -307,9 +323,6 @@ class JobShares:
 
     def check(self) -> None:
         """Recount every account; raises AssertionError when one does not balance."""
-        charges = [c for a in self.accounts.values() for c in a.in_flight.values()]
-        assert self.num_in_flight == len(charges)
-        assert self.in_flight_tokens == sum(c.charged_tokens for c in charges)
         for account in self.accounts.values():
             fair = [c for c in account.in_flight.values() if not c.is_urgent]
             in_flight_tokens = sum(charge.charged_tokens for charge in fair)
@@ -318,14 +331,25 @@ class JobShares:
         assert set(self._turns.values()) <= self.accounts.keys()
         jobs = {job_id: job for t in self._tenants.values() for job_id, job in t.jobs.items()}
         assert jobs == self.accounts
+        charges = [(job.tenant.pool, c) for job in jobs.values() for c in job.in_flight.values()]
+        assert +self.num_in_flight == Counter(pool for pool, _ in charges)
+        levels = defaultdict[Tenant, float](float)
+        for _, charge in charges:
+            levels[charge.tenant] += charge.charged_tokens / (charge.tenant_weight or math.inf)
+        assert all(tenant.level > 0.999 * level - 1e-6 for tenant, level in levels.items())
 
     def _wake_jobs(
         self, ready: AbstractSet[str], eligible: AbstractSet[str], engine: int
     ) -> Iterator[tuple[Tenant, bool, bool]]:
-        """Each tenant, once its jobs are awake: whether it has one that is ready, and eligible."""
-        for tenant in self._tenants.values():
+        """Each tenant of the same engines, once its jobs are awake: whether it has one that is
+        ready, and eligible."""
+        tenants = self._tenants.values()
+        pools = {each.pool for each in tenants if not each.jobs.keys().isdisjoint(eligible)}
+        for tenant in [each for each in tenants if each.pool in pools]:
             members = [(job, key in ready, key in eligible) for key, job in tenant.jobs.items()]
             tenant.peers.wake(members, engine)
+            ready_weights = (job.weight for job, is_ready, _ in members if is_ready)
+            tenant.weight = max(ready_weights, default=tenant.weight)
             yield tenant, any(each[1] for each in members), any(each[2] for each in members)
 
     def _is_near(self, tenant: Tenant) -> bool:
@@ -342,11 +366,12 @@ class JobShares:
     def _take_back(self, account: JobAccount, row: int, computed_tokens: int) -> Charge:
         """The row is in flight no longer: so much of its charge stays."""
         charge = account.in_flight.pop(row)
-        self.num_in_flight -= 1
-        self.in_flight_tokens -= charge.charged_tokens
+        self.num_in_flight[account.tenant.pool] -= 1
         over_tokens = computed_tokens - charge.charged_tokens
         if not charge.is_urgent:
+            has_moved = charge.tenant is not account.tenant
+            account.start_level -= has_moved * over_tokens / account.weight
             account.add(over_tokens)
         if charge.tenant_weight is not None:
-            account.tenant.level += over_tokens / charge.tenant_weight
+            charge.tenant.level += over_tokens / charge.tenant_weight
         return charge

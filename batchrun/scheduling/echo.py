@@ -18,6 +18,7 @@ from batchrun.scheduling.fill import (
     continue_running,
     fits,
     keep_alive,
+    lacks_adapter,
     need_blocks,
     soon_free_blocks,
     still_running,
@@ -82,12 +83,13 @@ class EchoPolicy:
 
     def _admit_offline(self, draft: Draft, limit_s: float) -> list[Draft]:
         keeps_reserve = self._options.keeps_reserve
-        if not self._options.is_kv_aware:
-            admit_in_order(draft, limit_s, keeps_reserve=keeps_reserve)
-            return [draft]
         held = self._admit_overdue(draft, limit_s)
+        if not self._options.is_kv_aware:
+            admit_in_order(draft, limit_s, keeps_reserve=keeps_reserve, held=held)
+            return [draft]
         leaders = admit_followers(draft, limit_s, keeps_reserve=keeps_reserve, held=held)
-        if draft.has_long_prefill or held is not None or not leaders:
+        is_held_up = held is not None and not lacks_adapter(draft, held)
+        if draft.has_long_prefill or is_held_up or not leaders:
             return [draft]
         view = draft.view
         soon_free = soon_free_blocks(draft)
@@ -102,13 +104,15 @@ class EchoPolicy:
 
     def _admit_overdue(self, draft: Draft, limit_s: float) -> RequestView | None:
         """Let rows in that were overtaken for too long, whatever is reserved. One that waits for
-        rows that run, or for the time of a step, is returned: nobody behind it comes in."""
-        view = draft.view
+        rows that run, or for the time of a step, is returned: it holds up those behind it, but for
+        its adapter only those that need one."""
+        view, held = draft.view, None
         for request in self._patience.overdue(view, computing_groups(view)):
             hit = view.look_up(request)
             left = request.num_tokens - hit.num_tokens
             is_long = left > LONG_PREFILL_TOKENS
-            if not view.is_ready(request) or (is_long and draft.has_long_prefill):
+            is_behind = held is not None and request.lora_id
+            if is_behind or not view.is_ready(request) or (is_long and draft.has_long_prefill):
                 continue
             soon_free = soon_free_blocks(draft) * is_long
             has_room = fits(draft, request, hit, keeps_reserve=False, soon_free=soon_free)
@@ -120,8 +124,10 @@ class EchoPolicy:
                     continue
             elif waits_for_calls(draft, request, hit):
                 continue
-            return request
-        return None
+            held = request
+            if not lacks_adapter(draft, request):
+                break
+        return held
 
     def _is_overdue(self, head: RequestView, view: EngineView) -> bool:
         if self._head is not head:

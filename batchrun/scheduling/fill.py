@@ -12,7 +12,7 @@ from batchrun.scheduling.worth import Victims
 MAX_TRIED = 64
 """Candidates whose prefix one step looks up."""
 LITTLE_MORE = 1.25
-"""So many times as long as with the least chunk may a step take for which there is no time."""
+"""So many times as long as with the least work may a step take for which there is no time."""
 
 
 def continue_running(draft: Draft, limit_s: float) -> None:
@@ -72,9 +72,11 @@ def _decode_most(draft: Draft, requests: Sequence[RequestView], limit_s: float) 
     return num
 
 
-def admit_in_order(draft: Draft, limit_s: float, *, keeps_reserve: bool) -> None:
+def admit_in_order(
+    draft: Draft, limit_s: float, *, keeps_reserve: bool, held: RequestView | None = None
+) -> None:
     """Admit candidates first come, first served: nobody overtakes."""
-    for request in candidates(draft):
+    for request in candidates(draft, held=held):
         hit = draft.view.look_up(request)
         is_long = request.num_tokens - hit.num_tokens > LONG
         if is_long and draft.has_long_prefill:
@@ -97,9 +99,7 @@ def admit_followers(
     """
     leaders: list[tuple[RequestView, PrefixHit]] = []
     passed_over = computing_groups(draft.view)
-    for num_tried, request in enumerate(candidates(draft, passed_over), start=1):
-        if request is held:
-            break
+    for num_tried, request in enumerate(candidates(draft, passed_over, held), start=1):
         hit = draft.view.look_up(request)
         keeps = keeps_reserve and 2 * hit.num_tokens <= request.num_tokens
         if request.num_tokens - hit.num_tokens > LONG:
@@ -132,18 +132,30 @@ def waits_for_calls(draft: Draft, request: RequestView, hit: PrefixHit) -> bool:
     return bool(needs_adapter) and len(loras) >= view.max_loras
 
 
-def candidates(draft: Draft, passed_over: Collection[Group | None] = ()) -> Iterator[RequestView]:
+def candidates(
+    draft: Draft, passed_over: Collection[Group | None] = (), held: RequestView | None = None
+) -> Iterator[RequestView]:
     """Offline requests that may come in and are of no group passed over, while slots and tokens
-    last."""
-    view = draft.view
+    last. Behind the one `held` up none, but those without an adapter where it lacks its own."""
+    view, is_adapter_held = draft.view, False
     admitted = set(map(id, draft.admitted))
     for request in view.offline_waiting:
         if draft.slots_left <= 0 or draft.tokens_left <= 0:
             return
+        if request is held and not (is_adapter_held := lacks_adapter(draft, request)):
+            return
         if request.group in passed_over or id(request) in admitted:
             continue
-        if view.is_ready(request) and draft.fits_lora(request):
+        may_come = not (is_adapter_held and request.lora_id) and view.is_ready(request)
+        if may_come and draft.fits_lora(request):
             yield request
+
+
+def lacks_adapter(draft: Draft, request: RequestView) -> bool:
+    """Whether its adapter is all that a row waits for."""
+    if draft.slots_left <= 0 or draft.fits_lora(request):
+        return False
+    return fits(draft, request, draft.view.look_up(request), keeps_reserve=False)
 
 
 def need_blocks(view: EngineView, request: RequestView, hit: PrefixHit) -> int:

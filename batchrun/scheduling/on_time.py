@@ -35,6 +35,8 @@ arrival, and half as long again. Where lines grow for long, as more comes than t
 does this."""
 LINE_MEMORY_S = 60.0
 """So far back it is seen how many calls a second come in while others wait."""
+PAUSE_S = 10.0
+"""So much and more between two steps is no step, but a pause in which none was planned."""
 AGED_SHARE = 0.5
 """The oldest of the aged gets this share of the time that a step has for prompts."""
 
@@ -157,7 +159,7 @@ class LinePace:
         """So many calls came in; whether others wait on. Once a step with prompts."""
         passed_s = max(0.0, now_s - self._seen_at_s)
         kept = math.exp(-passed_s / LINE_MEMORY_S)
-        self._waited_s = kept * self._waited_s + passed_s
+        self._waited_s = kept * self._waited_s + (passed_s if passed_s < PAUSE_S else 0.0)
         self._admitted = kept * self._admitted + num_admitted
         self._seen_at_s = now_s if do_wait else math.inf
 

@@ -27,10 +27,12 @@ ONLINE_MEMORY_S = 60.0
 class OnlineQueue(Protocol):
     """How the online calls of one engine are served. May remember what it saw in earlier steps.
 
-    `num_left_out` calls cannot be in time in the order of the last step, as far as it tells.
+    `num_left_out` calls cannot be in time in the order of the last step, as far as it tells;
+    `ttft_seen_at_s` has the TTFT bounds of late, and when a call with each was there.
     """
 
     num_left_out: int
+    ttft_seen_at_s: dict[float, float]
 
     def order(self, view: EngineView, begun: Sequence[RequestView]) -> Sequence[RequestView]:
         """The `begun` prompts, of calls that run, and the waiting calls of the view, in the order
@@ -57,7 +59,7 @@ class ArrivalOrder:
 
     def __init__(self) -> None:
         self.num_left_out = 0
-        self._ttft_seen_at_s: dict[float, float] = {}
+        self.ttft_seen_at_s: dict[float, float] = {}
         self._kv_plan = KvPlan()
         self._practice = Practice()
         self._cost = OnlineCost()
@@ -69,9 +71,8 @@ class ArrivalOrder:
     def limits(self, view: EngineView) -> StepLimits:
         """What the bounds of all calls of the last minute leave, their KV, and `online_cost`."""
         bounds_s = self._ttft_bounds_of_late(view)
-        limits = step_limits(
-            view, was_online_lately=bool(bounds_s), least_ttft_s=min(bounds_s, default=math.inf)
-        )
+        lately, least_s = bool(bounds_s) or view.were_calls_lately, min(bounds_s, default=math.inf)
+        limits = step_limits(view, was_online_lately=lately, least_ttft_s=least_s)
         is_idle = not view.online_running and not view.online_waiting
         most_s = math.inf
         if not is_idle:
@@ -79,7 +80,7 @@ class ArrivalOrder:
         elif not limits.are_sat_out(view):
             most_s = self._practice.most_s(view)
         cost_s = self._cost.most_s(view)
-        if is_idle and not bounds_s:
+        if is_idle and not lately:
             cost_s = math.inf
         return replace(limits, offline_s=min(limits.offline_s, most_s, cost_s))
 
@@ -98,13 +99,11 @@ class ArrivalOrder:
             for call in calls
         }
         for ttft_s in bounds_s:
-            self._ttft_seen_at_s[ttft_s] = view.now_s
-        self._ttft_seen_at_s = {
-            ttft_s: seen_at_s
-            for ttft_s, seen_at_s in self._ttft_seen_at_s.items()
-            if view.now_s - seen_at_s < ONLINE_MEMORY_S
-        }
-        return self._ttft_seen_at_s
+            self.ttft_seen_at_s[ttft_s] = view.now_s
+        for ttft_s, seen_at_s in list(self.ttft_seen_at_s.items()):
+            if view.now_s - seen_at_s >= ONLINE_MEMORY_S:
+                del self.ttft_seen_at_s[ttft_s]
+        return self.ttft_seen_at_s
 
 
 def place_online(draft: Draft, queue: OnlineQueue, limit_s: float) -> bool:

@@ -60,10 +60,17 @@ POLICIES: Mapping[str, Callable[[OnlineQueue], Policy | None]] = {
 
 
 def make_policy(
-    name: str, online_queue: str = DEFAULT_QUEUE, options: QueueOptions = QueueOptions()
+    name: str,
+    online_queue: str = DEFAULT_QUEUE,
+    options: QueueOptions = QueueOptions(),
+    ttft_seen_at_s: dict[float, float] | None = None,
 ) -> Policy | None:
-    """A policy of this name for one engine, which lets calls in by the queue of that name.
+    """A policy of this name for one engine, which lets calls in by the queue of that name. The
+    bounds that another queue saw count on in it.
 
     None: vLLM's own order rules. Raises KeyError for a name that is not in the tables.
     """
-    return POLICIES[name](QUEUES[online_queue](options))
+    queue = QUEUES[online_queue](options)
+    if ttft_seen_at_s is not None:
+        queue.ttft_seen_at_s = ttft_seen_at_s
+    return POLICIES[name](queue)

@@ -29,13 +29,19 @@ def lone_s(view: EngineView, new_tokens: int, context_tokens: int) -> float:
     return max(with_it - model.predict_s(StepLoad.of([(1, 1, False)])), 1e-6)
 
 
+FIRST_SHARE = 1 / 3
+"""So much of its own bound a first token has, whatever the answer is likely to take: steps follow a
+completion bound that asks for a faster pace."""
+
+
 def first_due_s(view: EngineView, request: RequestView, pace_s: float) -> float:
     """When the first token of a call must be there: by its bound, and so that what its answer is
     likely to take, at `pace_s` a token, ends by the completion bound."""
     bound_s = request.slo_ttft_s
     if request.slo_jct_s < math.inf:
         answer = view.calls.likely_tokens(request.max_output_tokens, request.promise)
-        bound_s = min(bound_s, request.slo_jct_s - answer * min(pace_s, request.slo_tpot_s))
+        left_s = request.slo_jct_s - answer * min(pace_s, request.slo_tpot_s)
+        bound_s = min(bound_s, max(left_s, FIRST_SHARE * bound_s))
     return request.arrival_at_s + bound_s
 
 

@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 
 from batchrun.estimator.step_load import StepLoad
+from batchrun.scheduling.fill import LITTLE_MORE
 from batchrun.scheduling.view import GROWTH_TOKENS, EngineView, RequestView
 
 TARGET_SHARE = 0.985
@@ -125,7 +126,8 @@ def step_limits(
             most_s = min(PREFILL_SHARE * ttft_s, PREFILL_COST * alone_s(view))
             return StepLimits(math.inf, most_s)
         share = IDLE_SHARE if was_online_lately else UNUSED_SHARE
-        return StepLimits(math.inf, share * ttft_s, is_one_in_flight=was_online_lately)
+        most_s = max(share * ttft_s, LITTLE_MORE * _shortest_s(view))
+        return StepLimits(math.inf, most_s, is_one_in_flight=was_online_lately)
     slack_s = first_due_s - start_s
     least_s = LATE_SHARE * tpot_s
     margin_s = min(max(view.error_share, LEAST_MARGIN_SHARE), MAX_MARGIN_SHARE) * tpot_s
@@ -136,6 +138,12 @@ def step_limits(
     )
     online_s = max(slack_s - LEAST_MARGIN_SHARE * tpot_s, least_s)
     return StepLimits(online_s, min(max(slack_s - margin_s, least_s), most_s))
+
+
+def _shortest_s(view: EngineView) -> float:
+    """What a step takes in which the first row that runs, or a new one, gets one token."""
+    context = next((row.num_computed_tokens for row in view.offline_running), 0) + 1
+    return view.model.predict_s(StepLoad.of([(1, context, True)]))
 
 
 def _first_at_s(request: RequestView) -> float:

@@ -225,8 +225,9 @@ class EngineView:
     `error_share` is the mean error of the latest predictions of `model` (0.1: 10 %).
     `online_slo_ttft_s` and `online_slo_tpot_s` are the bounds of online requests without a class;
     `online_cost` is how many times as slow as alone they may be, None where nobody says; `calls`
-    is what all online requests so far tell of those to come; `kept_back` is what steps beside rows
-    leave of the bounds of calls.
+    is what all online requests so far tell of those to come; `were_calls_lately` where one came or
+    ended in the last minute, planned or not; `kept_back` is what steps beside rows leave of the
+    bounds of calls.
     """
 
     now_s: float
@@ -255,6 +256,7 @@ class EngineView:
     online_slo_ttft_s: float = 1.0
     online_slo_tpot_s: float = 0.05
     calls: CallHistory = field(default_factory=CallHistory)
+    were_calls_lately: bool = False
     online_cost: float | None = None
     kept_back: KeptBack = NOTHING
     _online_kinds: tuple[list[RequestView], list[RequestView]] | None = field(
@@ -299,8 +301,9 @@ class EngineView:
 
     def free_blocks_for(self, num_tokens: int, hit: PrefixHit) -> int:
         """Free blocks that a request with this hit takes to hold `num_tokens` tokens: not those
-        that others hold, but the idle ones that it hits."""
-        return self.law.new_blocks(num_tokens, hit.num_tokens) + hit.idle_blocks
+        that others hold, but the idle ones that it hits. No more than without a hit."""
+        need = self.law.new_blocks(num_tokens, hit.num_tokens) + hit.idle_blocks
+        return min(need, self.law.blocks(num_tokens))
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,10 +14,9 @@ from batchrun.daemon.dispatcher import POLL_INTERVAL_S
 from batchrun.daemon.engine_link import SCHEDULER_WINDOW
 from batchrun.daemon.faults import Trials
 from batchrun.daemon.in_flight import Assignment, EngineSlot
-from batchrun.daemon.job import URGENT_LEAD
 from batchrun.daemon.prices import RowTokens, planned_work
 from batchrun.estimator.answer_length import AnswerLengths
-from batchrun.hints import RowHint, write_hint
+from batchrun.hints import URGENT_LEAD, RowHint, write_hint
 from batchrun.pool.fair_share import JobTurns
 from batchrun.pool.job_shares import OPERATOR, Owner
 from batchrun.pool.prefix_groups import group_rows

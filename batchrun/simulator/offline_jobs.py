@@ -98,7 +98,7 @@ class OfflineJob:
     Lengths are those that the engine sees; the daemon charges `expected_output_tokens` for every
     answer. Rows ask for as many tokens as they get, or with `context_tokens` for no number: the
     limit is then what the prompt leaves of that context. `submit_s` and `deadline_s` are seconds
-    from the simulation's start; infinity: no deadline.
+    from the simulation's start; infinity: no deadline. `is_estimated`: no tokenizer was at hand.
     """
 
     name: str
@@ -112,6 +112,7 @@ class OfflineJob:
     submit_s: float = 0.0
     deadline_s: float = math.inf
     context_tokens: int | None = None
+    is_estimated: bool = False
 
     @property
     def num_rows(self) -> int:
@@ -269,6 +270,7 @@ def job_of_plan(
         terms.weight or spec.weight,
         terms.submit_s,
         deadline_s,
+        is_estimated=not plan.tokens.counted[1],
     )
 
 
@@ -281,7 +283,8 @@ def in_order(job: OfflineJob, rows: IntArray) -> OfflineJob:
 
 def without_rows(job: OfflineJob, rows: IntArray) -> OfflineJob:
     """The job as if these rows could not run."""
-    return replace(job, order=_without(job.order, rows))
+    kept = replace(job, order=_without(job.order, rows))
+    return in_order(kept, kept.order.rows)
 
 
 def _without(order: PrefixOrder, faulty: IntArray) -> PrefixOrder:

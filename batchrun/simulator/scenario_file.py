@@ -47,7 +47,7 @@ from batchrun.simulator.offline_jobs import (
 from batchrun.simulator.online import Calls, CallTrace, OnlineTraffic, windows_of
 from batchrun.simulator.records import Slo
 from batchrun.simulator.simulation import SimulationPlan
-from batchrun.simulator.traces.reading import read_trace
+from batchrun.simulator.traces.reading import Drawing, read_trace
 from batchrun.simulator.virtual.engine import Timing
 from batchrun.simulator.virtual.setup import EngineShape, ModelLaw
 from batchrun.strict import read_document, validate_document
@@ -84,7 +84,8 @@ class _Strict(BaseModel):
 class EnginesSpec(_Strict):
     """Engines that are alike. `steps`: a profile of `batchrun calibrate`, or `a100-8b`.
 
-    `kv_blocks` and `block_tokens` are the profile's unless given; else 8,600 blocks of 16 tokens.
+    `kv_blocks`, `block_tokens`, `token_budget` and `max_num_seqs` are the profile's unless given;
+    else 8,600 blocks of 16 tokens, 2,048 and 256.
     `eviction`, `reserve`, `forecast_rule` and `online_cost` are those of batchrun.yaml.
     `steps_in_flight`: 2 where vLLM schedules a step ahead, as on a GPU, 1 on a CPU; None: what
     the profile was measured with, 2 without one.
@@ -99,8 +100,8 @@ class EnginesSpec(_Strict):
     online_cost: OnlineCostFactor | None = None
     kv_blocks: Annotated[int, Field(ge=2, le=100_000_000, strict=True)] | None = None
     block_tokens: Annotated[Count, Field(le=4096)] | None = None
-    token_budget: Annotated[Count, Field(le=1_000_000)] = 2048
-    max_num_seqs: Annotated[Count, Field(le=100_000)] = 256
+    token_budget: Annotated[Count, Field(le=1_000_000)] | None = None
+    max_num_seqs: Annotated[Count, Field(le=100_000)] | None = None
     steps_in_flight: Literal[1, 2] | None = None
     max_model_len: Annotated[int, Field(ge=2, le=131_072, strict=True)] = 32_768
 
@@ -271,7 +272,8 @@ def _calls(scenario: ScenarioFile, base: Path) -> CallTrace:
     if online is None:
         return Calls.of([])
     if online.trace is not None:
-        trace = read_trace(base / Path(online.trace).expanduser())
+        drawing = Drawing(scenario.seed, to_s=scenario.duration)
+        trace = read_trace(base / Path(online.trace).expanduser(), drawing=drawing)
         return trace.between(0, min(scenario.duration, trace.duration_s))
     assert online.generator is not None
     return Calls.of(_traffic(online.generator).draw(scenario.duration, scenario.seed))
@@ -333,14 +335,17 @@ def engine_of(spec: EnginesSpec, slo: SloSpec, base: Path) -> EnginePlan:
     )
     defaults = EngineShape()
     blocks, tokens = defaults.num_blocks, defaults.block_tokens
+    budget, max_running = defaults.token_budget, defaults.max_num_seqs
     steps_in_flight = 2
     if profile is not None:
         steps_in_flight = 2 if profile.gap is None else 1
         blocks, tokens = profile.kv_blocks, profile.engine.block_tokens
+        budget, max_running = profile.token_budget or budget, profile.max_running or max_running
+    budget = spec.token_budget or budget
     shape = EngineShape(
         num_blocks=spec.kv_blocks or blocks,
-        token_budget=spec.token_budget,
-        max_num_seqs=spec.max_num_seqs,
+        token_budget=budget,
+        max_num_seqs=min(spec.max_num_seqs or max_running, budget),
         block_tokens=spec.block_tokens or tokens,
         max_model_len=spec.max_model_len,
     )

@@ -15,7 +15,7 @@ from sqlalchemy import URL, Connection, Engine, Table, exc, insert, make_url, up
 from sqlalchemy.dialects import postgresql as postgresql_dialect
 from sqlalchemy.dialects import sqlite as sqlite_dialect
 
-from batchrun.errors import StoreError, StoreLockedError
+from batchrun.errors import StoreError, StoreLockedError, StoreUnreachableError
 from batchrun.failpoints import failpoint
 from batchrun.files import StoreLock
 from batchrun.store import postgresql, sqlite
@@ -53,6 +53,19 @@ class Store:
     def is_sqlite(self) -> bool:
         """Whether the store is one file."""
         return _is_sqlite(self._url)
+
+    def identity(self) -> str:
+        """What tells it from others, by whatever name it goes, but not from those on a physical
+        copy of its server; its name where that does not tell. Raises StoreUnreachableError."""
+        if self.is_sqlite:
+            return self.name
+        try:
+            with self.read() as connection:
+                return str(connection.exec_driver_sql(postgresql.IDENTITY).scalar_one())
+        except StoreUnreachableError:
+            raise
+        except StoreError:
+            return self.name
 
     @property
     def leads_surely(self) -> bool:

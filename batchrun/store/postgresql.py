@@ -50,6 +50,12 @@ TIMELINE = (
 )
 """Another one once a replica was promoted, or a backup restored, which may lack the last commits;
 nothing while it is a replica."""
+IDENTITY = (
+    "SELECT concat_ws('/', system_identifier, oid) FROM pg_control_system(), pg_database"
+    " WHERE datname = current_database()"
+)
+"""It stays when a replica is promoted, and a physical copy of the server has it too; any other
+server or database has another one, though it began as a dump of this."""
 LOST_STATES = ("08", "57P", "53300", "25P03")
 """SQLSTATEs (their beginnings) of a connection that was lost, ended, or refused for the moment."""
 OTHER_SERVER = "a replica has taken its place, which may lack commits; nothing was changed"

@@ -177,6 +177,15 @@ def first_answer(store: Store, job_seq: int) -> StoredResult | None:
     return None if found is None else _stored(found, zstandard.ZstdDecompressor())
 
 
+def answering_model(store: Store, job_seq: int) -> str | None:
+    """The model that gave a job's answers; None where there is none, or they do not tell."""
+    answer = first_answer(store, job_seq)
+    if answer is None or answer.body is None:
+        return None
+    model: str | None = json.loads(answer.body).get("model")
+    return model
+
+
 def read_rows(store: Store, job_seq: int, rows: Sequence[int]) -> list[StoredResult]:
     """The results of those of the rows that have one, in the order given."""
     decompressor = zstandard.ZstdDecompressor()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -126,7 +126,8 @@ class _Call:
 
 
 class CallCosts:
-    """Latencies of online calls, as they were and alone; `telemetry` sums up the last minutes.
+    """Latencies of online calls, as they were and alone; `telemetry` sums up the last minutes. Of
+    those, but of the last `LEAST_CALLS` at least, it takes what `slo: auto` has `learnt`.
 
     With 256 running requests a step with offline work costs 40 us, a first or last token 1 us.
     """
@@ -136,6 +137,7 @@ class CallCosts:
         self._calls: dict[str, _Call] = {}
         self.ttft: deque[Latency] = deque(maxlen=MAX_CALLS)
         self.tpot: deque[Latency] = deque(maxlen=MAX_CALLS)
+        self.learnt = OnlineSlo()
         self._summed = CostTelemetry()
         self._summed_at_s = -math.inf
 
@@ -188,13 +190,14 @@ class CallCosts:
         if now_s - self._summed_at_s >= SUM_UP_EVERY_S:
             self._summed_at_s = now_s
             for kept in (self.ttft, self.tpot):
-                while kept and now_s - kept[0].at_s > WINDOW_S:
+                while len(kept) > LEAST_CALLS and now_s - kept[0].at_s > WINDOW_S:
                     kept.popleft()
-            ttft, ttft_alone = _percentiles(self.ttft)
-            tpot, tpot_alone = _percentiles(self.tpot)
-            self._summed = CostTelemetry(
-                online_cost, len(self.ttft), *ttft, *ttft_alone, *tpot, *tpot_alone
+            self.learnt = learnt_slo(_sum_up(online_cost, self.ttft, self.tpot))
+            recent = (
+                [call for call in kept if now_s - call.at_s <= WINDOW_S]
+                for kept in (self.ttft, self.tpot)
             )
+            self._summed = _sum_up(online_cost, *recent)
         return self._summed
 
 
@@ -213,7 +216,14 @@ def learnt_slo(seen: CostTelemetry) -> OnlineSlo:
 Percentiles = tuple[float | None, float | None]
 
 
-def _percentiles(kept: deque[Latency]) -> tuple[Percentiles, Percentiles]:
+def _sum_up(
+    online_cost: float | None, ttft: Collection[Latency], tpot: Collection[Latency]
+) -> CostTelemetry:
+    (first, first_alone), (later, later_alone) = _percentiles(ttft), _percentiles(tpot)
+    return CostTelemetry(online_cost, len(ttft), *first, *first_alone, *later, *later_alone)
+
+
+def _percentiles(kept: Collection[Latency]) -> tuple[Percentiles, Percentiles]:
     """(p50, p99) as they were, and alone."""
     return (_of([latency.seconds for latency in kept]), _of([latency.alone_s for latency in kept]))
 

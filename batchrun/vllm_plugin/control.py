@@ -29,7 +29,6 @@ from batchrun.hints import Hint, RowHint
 from batchrun.scheduling.policies import DEFAULT_QUEUE, POLICIES, QUEUES
 from batchrun.scheduling.view import RequestView
 from batchrun.types import RequestClass
-from batchrun.vllm_plugin.alone import learnt_slo
 from batchrun.vllm_plugin.state import EngineState
 from batchrun.vllm_plugin.telemetry import LEASE_S, CallRecorder, Meter, fill_in
 from batchrun.wire import (
@@ -343,8 +342,8 @@ class DaemonLink:
             self.meter.costs.clock.scheduled(now_s, predicted_s, None)
         self.meter.settle(now_s)
         if self._state.settings.slo == "auto":
-            cost = self._state.settings.cost_in_force
-            self._state.slo = learnt_slo(self.meter.costs.telemetry(now_s, cost))
+            self.meter.costs.telemetry(now_s, self._state.settings.cost_in_force)
+            self._state.slo = self.meter.costs.learnt
         if self._channel is not None and (now_s >= self._report_at_s or not views):
             self._report(now_s)
 

@@ -13,6 +13,7 @@ from operator import attrgetter
 
 from vllm.v1.request import Request
 
+from batchrun.hints import URGENT_LEAD
 from batchrun.scheduling.online_cost import planned_cost
 from batchrun.scheduling.policies import Policy
 from batchrun.scheduling.view import EngineView, Plan, PrefixHit, RequestView
@@ -136,6 +137,7 @@ class ViewBuilder:
             online_slo_tpot_s=state.slo.tpot_s,
             online_cost=planned_cost(state.settings.cost_in_force),
             calls=state.calls,
+            were_calls_lately=state.were_calls_lately(now_s),
             kept_back=state.margin.now,
         )
 
@@ -196,14 +198,15 @@ class ViewBuilder:
         ]
 
     def _advance(self, offline: Sequence[RequestView]) -> None:
-        """The engine is as far in the planned order as these rows; those of a daemon before this
-        one have ranks of their own."""
+        """The engine is as far in the planned order as these rows, urgent ones aside where others
+        run; those of a daemon before this one have ranks of their own."""
         kv = self._state.kv
         if kv is None:
             return
         ranks = [view.rank for view in offline if view.is_row and view.epoch == kv.epoch]
         if ranks:
-            kv.advance(min(ranks))
+            urgent_rank = max(ranks) - URGENT_LEAD // 2
+            kv.advance(min([rank for rank in ranks if rank > urgent_rank]))
 
     def _wanted_blocks(self, view: RequestView) -> int:
         """Free blocks that rows planned no later than this one will hit."""

@@ -45,7 +45,9 @@ class ColocatedScheduler(AsyncScheduler):
         self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, **kwargs: Any
     ) -> None:
         settings = read_settings(vllm_config.additional_config)
-        policy = make_policy(settings.policy, settings.online_queue, settings.queue_options)
+        self._planned_as = settings.policy, settings.online_queue
+        self._ttft_seen_at_s: dict[float, float] = {}
+        policy = make_policy(*self._planned_as, settings.queue_options, self._ttft_seen_at_s)
         has_channel = settings.channel and bool(os.environ.get(CHANNEL_VARIABLE))
         refusal: str | None = None
         if policy is not None or has_channel:
@@ -68,7 +70,6 @@ class ColocatedScheduler(AsyncScheduler):
             settings.policy, self.max_num_scheduled_tokens, online_queue=settings.online_queue
         )
         self.daemon_link = DaemonLink(self.state, started, self.max_num_running_reqs, refusal)
-        self._planned_as = settings.policy, settings.online_queue
         self._is_mamba = self.need_mamba_block_aligned_split
         self._keeps_items_whole = self.scheduler_config.disable_chunked_mm_input
         self._recorder: StepRecorder | None = None
@@ -140,7 +141,7 @@ class ColocatedScheduler(AsyncScheduler):
         begin_turn(view, session, state.arrived_at_s(session))
         self._begun_turns.add(session.request_id)
         with state.surviving:
-            state.calls.begun(view.arrival_at_s)
+            state.call_began(view.arrival_at_s)
             self.daemon_link.meter.costs.arrived(view)
         if waits:
             state.queue.add_request(session)
@@ -279,7 +280,8 @@ class ColocatedScheduler(AsyncScheduler):
             self.state.is_offline_on = now.is_offline_on
             if now.planned_as != self._planned_as:
                 self._planned_as = now.planned_as
-                policy = make_policy(*now.planned_as, self.state.settings.queue_options)
+                options = self.state.settings.queue_options
+                policy = make_policy(*now.planned_as, options, self._ttft_seen_at_s)
                 if policy is None:
                     self.hand_back()
                 else:

@@ -223,8 +223,7 @@ class EngineState:
             view.expected_output_tokens = self.untold_answers.room_tokens
             self.untold_answers.sent(request.request_id)
         if not view.is_offline:
-            self.calls.begun(arrival_at_s)
-            self._call_seen_at_s = max(self._call_seen_at_s, arrival_at_s)
+            self.call_began(arrival_at_s)
         if isinstance(hint, SloHint):
             self._class_seen_at_s = arrival_at_s
             self._classed.add(request.request_id)
@@ -234,6 +233,11 @@ class EngineState:
             insort(self._places, (view.epoch, view.rank))
         self._announce(request, hint)
         return view, hint
+
+    def call_began(self, arrival_at_s: float) -> None:
+        """A call, or a session's turn, has come in."""
+        self.calls.begun(arrival_at_s)
+        self._call_seen_at_s = max(self._call_seen_at_s, arrival_at_s)
 
     def arrived_at_s(self, request: Request) -> float:
         """When the request came; never later than now, whatever its wall clock showed."""
@@ -254,10 +258,13 @@ class EngineState:
         """Whether a call with bounds of its own is there, or came in the last minute."""
         return bool(self._classed) or now_s - self._class_seen_at_s < ONLINE_MEMORY_S
 
+    def were_calls_lately(self, now_s: float) -> bool:
+        """Whether one came or ended in the last minute."""
+        return now_s - self._call_seen_at_s < ONLINE_MEMORY_S
+
     def are_calls_near(self, now_s: float) -> bool:
-        """Whether calls are there, or one came in the last minute."""
-        is_expected = now_s - self._call_seen_at_s < ONLINE_MEMORY_S
-        return is_expected or len(self.views) > self.num_offline
+        """Whether calls are there, or were lately."""
+        return self.were_calls_lately(now_s) or len(self.views) > self.num_offline
 
     def leave(self, request: Request) -> RequestView | None:
         """Forget a request that ends, before its blocks are freed; None for one never seen."""
@@ -267,6 +274,8 @@ class EngineState:
             if view.is_offline:
                 self.num_offline -= 1
                 del self._places[bisect_left(self._places, (view.epoch, view.rank))]
+            else:
+                self._call_seen_at_s = self.clock()
             self._learn_length(request, view)
         if self.kv is not None:
             self.kv.finished(request)

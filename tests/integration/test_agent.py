@@ -37,7 +37,7 @@ from batchrun.mutual_tls import client_context
 from batchrun.pool.row_queue import Window
 from batchrun.server.gateway.balancer import Balancer
 from batchrun.server.gateway.forward import ForwardedCall, Forwarder
-from batchrun.server.gateway.shared_book import SharedBook, create
+from batchrun.server.gateway.shared_book import FAILURES, SharedBook, create
 from batchrun.server.gateway.upstreams import Upstream
 from batchrun.types import EnginePhase, Outcome, OutcomeKind
 from batchrun.wire import Orders
@@ -106,13 +106,17 @@ async def test_outcomes_outlive_the_agent_once_they_are_kept(tmp_path: Path) -> 
     assert rig.num_executions() == 1
 
 
-async def test_a_daemon_of_another_store_waits_until_the_first_has_gone(rig: AgentRig) -> None:
+@pytest.mark.parametrize("stores", [("own A", "own B"), ("7/1", "7/2"), ("own A", "7/1")])
+async def test_a_daemon_of_another_store_waits_until_the_first_has_gone(
+    rig: AgentRig, stores: tuple[str, str]
+) -> None:
     def client_of(store: str, term: int) -> AgentEngine:
         engine = AgentEngine(AgentAddress(name="a", url=rig.url, secret_file=rig.secret_file))
         engine.client.leadership = Leadership(store, term)
         return engine
 
-    first, other, heir = client_of("own A", 1), client_of("own B", 7), client_of("own A", 2)
+    one, another = stores
+    first, other, heir = client_of(one, 1), client_of(another, 7), client_of(one, 2)
     async with rig.running():
         await first.start()
         other.client.connect()
@@ -335,6 +339,8 @@ async def test_an_agent_that_drains_ends_what_it_has_and_takes_nothing_new(rig: 
         assert refused.kind is OutcomeKind.BUSY
         async with session.post(rig.url + "/v1/completions", json={}) as reply:
             assert (reply.status, reply.headers["Retry-After"]) == (503, "1")
+        async with session.get(rig.url + "/health") as reply:
+            assert reply.status == 503
         await session.post(rig.url + messages.DRAIN + "?on=false")
         await until(lambda: engine.state is EnginePhase.READY)
         async with session.get(rig.url + messages.STATE) as reply:
@@ -417,6 +423,9 @@ async def test_gateways_reach_an_engine_through_its_agent(rig: AgentRig) -> None
         async with forwarder.exchange(call) as exchange:
             assert (await exchange.reply.json())["data"][0]["id"] == "fake"
         assert await forwarder.is_any_healthy()
+        for _ in range(FAILURES):
+            balancer.failed(upstream, now_s=time.monotonic() + 3_600)
+        assert not await forwarder.is_any_healthy()
         balancer.replace([stranger])
         with pytest.raises(EngineError):
             async with forwarder.exchange(call):

@@ -284,9 +284,12 @@ async def test_without_a_known_speed_nothing_waits_and_without_an_engine_all_do(
     slot.load = RowLoad()
     job = await waiting.submit("night", "start: cheap\ndeadline: 20h\n")
     assert not waiting.waits(job)
-    slot.models = ("another",)
+    slot.models = None
     waiting.starts.review(waiting.daemon.active[job.seq])
     assert waiting.waits(job)
+    slot.models = ("another",)
+    waiting.starts.review(waiting.daemon.active[job.seq])
+    assert not waiting.waits(job), "no engine is to come that has its model"
 
 
 @pytest.mark.parametrize("ends", [Daemon.pause, Daemon.cancel])

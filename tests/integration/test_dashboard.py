@@ -150,7 +150,7 @@ def test_what_engines_say_stays_text(rig: DeploymentRig, visitor: Visitor) -> No
 
     assert SCRIPT_TEXT not in page + visitor.get("/jobs") + visitor.get("/engines")
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page
-    assert re.search(r"Cut at max_tokens</dt><dd>1<", page)
+    assert re.search(r"Cut at the token limit</dt><dd>1<", page)
     assert re.search(r"Why rows failed.*<td class=\"num\">2</td>", page, re.DOTALL)
 
 

@@ -165,7 +165,7 @@ def test_a_daemon_without_a_pace_says_so_and_nothing_reaches_it(rig: DeploymentR
     found = rig.ask("submit", "job.yaml", "--dry-run")
 
     assert (found["eta_s"], found["is_deadline_kept"]) == (None, None)
-    assert found["eta_rests_on"].startswith("the daemon has seen no offline work yet")
+    assert found["eta_rests_on"].startswith("the daemon has seen no offline work of this model")
     assert rig.ask("status")["jobs"] == []
     assert list((rig.home / "inputs").iterdir()) == []
 

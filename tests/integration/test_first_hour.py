@@ -70,8 +70,8 @@ def test_answers_that_were_cut_off_are_counted(rig: DeploymentRig) -> None:
     code, shown, _ = run(rig, "long one", "short", "long two")
 
     assert code == 0
-    assert "3 rows done, 0 failed" in shown and "; 2 answers cut off at max_tokens\n" in shown
-    assert "2 answers at max_tokens" in rig.call("status", "sample").stdout
+    assert "3 rows done, 0 failed" in shown and "; 2 answers cut off at the token limit\n" in shown
+    assert "2 answers at the token limit" in rig.call("status", "sample").stdout
     assert [row["finish_reason"] for row in rig.output()] == ["length", "stop", "length"]
 
 

@@ -11,6 +11,8 @@ import openai
 import pytest
 from gateway_rig import CHAT, rig, running_engine, running_gateway, write_upstreams
 
+from batchrun.keys import digest, new_key
+
 HELLO = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
 NONCE = "s3cret-nonce_of-the-engine-0123456789"
 FAST = {"ttft_s": 0.2, "tpot_s": 0.03, "jct_s": None}
@@ -60,6 +62,20 @@ async def test_calls_that_ask_for_nothing_pass_byte_for_byte(tmp_path: Path) -> 
 
     assert [seen.body for seen in engine.seen] == [body] * 3
     assert all("X-Batchrun-Class" not in seen.headers for seen in engine.seen)
+
+
+async def test_beams_are_refused_with_a_class_of_the_call_and_not_of_its_key(
+    tmp_path: Path,
+) -> None:
+    key_id, text = new_key()
+    key = {"id": key_id, "sha256": digest(text), "role": "user", "slo_class": "fast"}
+    listed = {"keys": [key | {"requests_per_minute": None, "seq": 1}]}
+    (tmp_path / "keys.json").write_text(json.dumps(listed))
+    own, body = {"Authorization": f"Bearer {text}"}, HELLO | {"use_beam_search": True}
+    async with rig(tmp_path, "--keys", str(tmp_path / "keys.json"), **SCHEDULED) as (_, gateway):
+        for headers, status in ((own, 200), (own | {"X-Batchrun-Class": "fast"}, 400)):
+            async with gateway.post(body, headers=headers) as reply:
+                assert reply.status == status
 
 
 async def test_an_unknown_class_is_refused_with_the_known_ones(tmp_path: Path) -> None:

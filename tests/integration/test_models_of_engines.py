@@ -24,6 +24,7 @@ from batchrun.engine.command import AttachedSettings
 from batchrun.engine.engine import AttachedEngine
 from batchrun.engine.sockets import EngineSockets
 from batchrun.jobs.batch import new_batch_job
+from batchrun.jobs.expected_answers import DefaultModel
 from batchrun.jobs.results.file_bytes import FileBytes
 from batchrun.pool.row_queue import Window
 from batchrun.store import api_keys, files, jobs
@@ -178,6 +179,17 @@ async def test_a_batch_waits_for_the_engine_that_may_have_its_model(
         unknown = batch_for(opener, "huge")
         assert await opener.open(unknown, lambda *_: None) is None
         assert jobs.get(opener.store, unknown.id).state is JobState.FAILED
+
+
+async def test_what_answers_jobs_without_a_model_is_known_before_an_engine_was_heard(
+    tmp_path: Path,
+) -> None:
+    async with opener_of(tmp_path, Server(), models=None) as opener:
+        assert await opener._default_model() == DefaultModel("small", is_sure=False)
+        opener.first_model = "large"
+        assert await opener._default_model() == DefaultModel("large", is_sure=False)
+        opener.slots = ()
+        assert await opener._default_model() == DefaultModel("large", is_sure=True)
 
 
 async def test_nothing_is_kept_of_the_input_of_a_batch_that_its_key_may_not_start(

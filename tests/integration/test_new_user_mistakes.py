@@ -13,6 +13,7 @@ import pytest
 from cli_call import Cli, cli_in, line_of
 from deployment_rig import JOB_FILE
 
+from batchrun.engine.command import ManagedSettings
 from benchmarks.deployment import free_port
 
 
@@ -173,10 +174,13 @@ def test_init_twice_overwrites_nothing(cli: Cli) -> None:
     assert Path("my project/batchrun.yaml").read_text() == "model: mine\n"
 
 
-def test_doctor_names_everything_that_is_missing_and_how_to_mend_it(cli: Cli) -> None:
+def test_doctor_names_everything_that_is_missing_and_how_to_mend_it(
+    cli: Cli, shared_fake_engine: ManagedSettings
+) -> None:
     port = free_port()
     engines = [
         {"name": "bare", "python": sys.executable, "port": port},
+        {"name": "near", "attach": f"{shared_fake_engine.base_url}/v1"},
         {"name": "far", "attach": f"http://127.0.0.1:{free_port()}"},
         {"name": "odd", "command": ["no-such-program"]},
         {"name": "gone", "python": "/no/such/python"},

@@ -183,3 +183,17 @@ def test_it_stops_at_the_first_that_does_not_come_back(engines: TwoEngines) -> N
     rig.write_rows(["a"])
     rig.write_job()
     assert rig.wait_until_ended(str(rig.ask("submit", "job.yaml")["id"]))["state"] == "completed"
+
+
+def test_an_engine_that_alone_has_its_model_is_not_taken_away(tmp_path: Path) -> None:
+    rig = DeploymentRig(tmp_path)
+    rig.use_fake_engine()
+    try:
+        rig.ask("up", "-d")
+        before = rig.pid_of("engine")
+        done = rig.call("engine", "restart", "--rolling")
+        assert (done.returncode, rig.pid_of("engine")) == (4, before)
+        assert "runs on: no other engine has its model" in done.stdout
+        assert "alone has its model: 0;" in done.stderr
+    finally:
+        rig.close()

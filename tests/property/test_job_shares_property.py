@@ -15,7 +15,7 @@ from batchrun.pool.deadlines import (
     fair_parts,
     needed_shares,
 )
-from batchrun.pool.fair_share import JobTurns
+from batchrun.pool.fair_share import NO_POOL, JobTurns
 from batchrun.pool.job_shares import JobShares, Owner, WorkLeft
 
 QUANTUM_TOKENS = 200
@@ -90,6 +90,10 @@ class TurnsMachine(RuleBasedStateMachine):
             self.computed[turn.job_id] += tokens
             self.num_rows += 1
 
+    @rule(pools=st.fixed_dictionaries(dict.fromkeys(JOB_IDS, st.integers(NO_POOL, 1))))
+    def place(self, pools: dict[str, int]) -> None:
+        self.turns.place({job_id: pools[job_id] for job_id in self.computed})
+
     @rule(elapsed_s=st.floats(0, 50))
     def wait(self, elapsed_s: float) -> None:
         self.now_s += elapsed_s
@@ -98,8 +102,9 @@ class TurnsMachine(RuleBasedStateMachine):
     @invariant()
     def accounts_balance(self) -> None:
         self.turns.check()
-        assert self.turns._shares.num_in_flight == len(self.in_flight)
         accounts = self.turns._shares.accounts
+        num_in_flight = sum(len(account.in_flight) for account in accounts.values())
+        assert num_in_flight == len(self.in_flight)
         assert self.computed == {
             job: account.num_fair_tokens + account.num_urgent_tokens
             for job, account in accounts.items()

@@ -64,13 +64,49 @@ def test_a_calibrated_deployment_needs_no_profile_named(cli: Cli) -> None:
     assert beside["engine_hours"] == found["engine_hours"]
 
 
+def test_engines_of_the_jobs_model_count_and_a_cheap_start_is_told(cli: Cli) -> None:
+    for name in ("engine", "big"):
+        write_profile(Path(f"{name}.json"), block_tokens=64)
+    big = "model: org/big, profile: big.json"
+    Path("batchrun.yaml").write_text(
+        f"engines: [{{profile: engine.json}}, {{name: b, {big}}}, {{name: c, {big}}}]\n"
+    )
+    Path("job.yaml").write_text(JOB + "model: org/big\nstart: cheap\n")
+    rests_on = dry_run_of(cli, "--trace", "calls.parquet")["eta_rests_on"]
+
+    assert "on 2 engines of big, with no other job; counted from a start that may" in rests_on
+
+
+LARGE, SMALL = "{name: a, profile: large.json}", "{name: b, profile: small.json}"
+
+
+@pytest.mark.parametrize(
+    ("engines", "has_hours"),
+    [(f"{LARGE}, {SMALL}", True), (f"{SMALL}, {LARGE}", False), ("{name: a}, " + SMALL, False)],
+)
+def test_a_row_that_any_engine_of_the_model_holds_can_run(
+    cli: Cli, engines: str, *, has_hours: bool
+) -> None:
+    write_profile(Path("small.json"), block_tokens=2)
+    write_profile(Path("large.json"), block_tokens=64)
+    Path("batchrun.yaml").write_text(f"engines: [{engines}]\n")
+    found = dry_run_of(cli)
+
+    assert (found["kv_tokens"], found["rows_larger_than_kv"]) == (200, NUM_ROWS)
+    assert found["computed_tokens"] > NUM_ROWS * 900
+    assert found["eta_rests_on"] != "no row can run"
+    assert (found["engine_hours"] is not None) is has_hours
+
+
 def test_rows_that_no_simulated_engine_can_run_are_left_out_and_told(cli: Cli) -> None:
     write_profile(Path("small.json"), block_tokens=16)
+    tokens = dry_run_of(cli, "--profile", "small.json")["computed_tokens"]
     rows = Path("in.jsonl").read_text().splitlines()
     rows.insert(1, json.dumps({"q": "word " * 4_000}))
     Path("in.jsonl").write_text("\n".join(rows))
     found = dry_run_of(cli, "--profile", "small.json")
     assert found["rows_larger_than_kv"] == 1
+    assert found["computed_tokens"] == pytest.approx(tokens, rel=0.01)
     assert found["engine_hours_rest_on"].endswith("without 1 row that it cannot run")
 
     Path("in.jsonl").write_text(json.dumps({"q": "word " * 4_000}) + "\n")

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cli_call import Cli, cli_in
+from cli_call import Cli, cli_in, line_of
+from estimator_builders import write_profile
 
 from batchrun.simulator.cluster import EnginePlan
 from batchrun.simulator.offline_jobs import JobShape, JobTerms, OfflineJob, job_of_shape
@@ -97,6 +98,22 @@ def test_a_call_longer_than_the_context_is_impossible() -> None:
 
     assert [(each.bound, each.number) for each in fleet.infeasible] == [("context", 4)]
     assert "longer than the context of 1,600, such as call 4 of" in no_answer(fleet)
+
+
+def test_calls_that_are_refused_or_late_alone_are_too_many_together() -> None:
+    engine = EnginePlan(EngineShape(num_blocks=101))
+    trace = steady()
+    for index, num_tokens in enumerate((1_590, 1_590, 1_500), 3):
+        trace = with_call(trace, index, num_tokens)
+    slo = SloTarget(alone(engine, 1_500, 1)[0] / 2, 1.0, target=0.9)
+    fleet = sized(trace, slo, EngineKind("small", engine))
+
+    assert fleet.is_impossible
+    assert [(each.bound, each.num_calls) for each in fleet.infeasible] == [
+        ("context", 2), ("TTFT", 1),
+    ]  # fmt: skip
+    line = "20 calls (5.0 %, more than the target allows with the 2 too long for an engine) miss"
+    assert line in no_answer(fleet)
 
 
 def test_blocks_that_may_be_cached_make_no_call_infeasible() -> None:
@@ -267,9 +284,11 @@ def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     return cli_in(tmp_path, monkeypatch, capsys)
 
 
-def test_the_command_ends_in_a_paragraph_and_has_json(cli: Cli, tmp_path: Path) -> None:
+def test_the_command_ends_in_a_paragraph_and_has_json(
+    cli: Cli, tmp_path: Path, tiny_model: Path
+) -> None:
     lines = "".join(f'{{"q": "{"word " * 60}{i}"}}\n' for i in range(20))
-    (tmp_path / "in.jsonl").write_text(lines)
+    (tmp_path / "in.jsonl").write_text(lines + f'{{"q": "{"word " * 40_000}"}}\n')
     (tmp_path / "job.yaml").write_text(
         "name: asked\nendpoint: /v1/completions\ninput: {path: in.jsonl, prompt: '{{q}}'}\n"
         "request: {max_tokens: 7}\noutput: {path: out.jsonl}\ndeadline: 10m\n"
@@ -294,8 +313,39 @@ def test_the_command_ends_in_a_paragraph_and_has_json(cli: Cli, tmp_path: Path) 
     )
     assert "0 missed a bound: with room for chance. In a peak of 20 calls 0 may miss" in out
     assert "That costs 1.50 an hour, 36.00 a day." in out
-    assert [job["is_deadline_kept"] for job in found["jobs"]] == [True]
+    assert [(job["is_deadline_kept"], job["num_rows"]) for job in found["jobs"]] == [(True, 20)]
     assert len(found["windows"]) == 2
+    assert "asked are estimated at four bytes a token. asked runs without 1 row too long" in out
+    (tmp_path / "batchrun.yaml").write_text(f"model: {tiny_model}\n")
+    counted = json.loads(cli("plan", *arguments, *more, "--json")[1])
+    assert "estimated" not in counted["paragraph"]
+    assert counted["jobs"][0]["served_tokens"] != found["jobs"][0]["served_tokens"]
+    line = line_of(cli("plan", *arguments, *more, "--max-model-len", "20"), 2)
+    assert line.startswith("--job job.yaml: no row can run on a100-8b with its context of 20;")
+
+
+def test_a_kind_that_takes_no_row_is_left_out_and_other_models_are_estimated(
+    cli: Cli, tmp_path: Path, tiny_model: Path
+) -> None:
+    job = (
+        "name: asked\nendpoint: /v1/completions\ninput: {path: in.jsonl, prompt: '{{q}}'}\n"
+        "request: {max_tokens: 7}\noutput: {path: out.jsonl}\nmodel: org/other\n"
+    )
+    (tmp_path / "in.jsonl").write_text(f'{{"q": "{"word " * 100}"}}\n')
+    (tmp_path / "job.yaml").write_text(job)
+    (tmp_path / "batchrun.yaml").write_text(f"model: {tiny_model}\n")
+    write_profile(tmp_path / "small.json", block_tokens=1)
+    arguments = "plan --trace calls.parquet --peak 10s --job job.yaml --windows 2 --window 5s"
+    kinds = "--profile small.json@0.1 --profile a100-8b@1.5"
+    code, out, err = cli(*arguments.split(), *kinds.split(), "--json")
+    found = json.loads(out)
+
+    assert (code, [kind["name"] for kind in found["kinds"]]) == (0, ["a100-8b"])
+    assert "left out: --job job.yaml: no row can run on small with its context of 99;" in err
+    assert "The prompts of asked are estimated at four bytes" in found["paragraph"]
+    (tmp_path / "job.yaml").write_text(job.replace("{{q}}", "{{q and 1 // 0}}"))
+    line = line_of(cli(*arguments.split()), 2)
+    assert line == "--job job.yaml: no row can run; `batchrun submit --dry-run` says why"
 
 
 def test_rates_are_drawn_with_a_seed_for_each_draw(cli: Cli, tmp_path: Path) -> None:

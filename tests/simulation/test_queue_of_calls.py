@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 import pytest
+from echo_views import TOKEN_S, row, view
 from engine_pairs import engine_of, first_difference, ours
 
 from batchrun.scheduling.on_time import OnTimeOrder
@@ -15,7 +16,7 @@ from batchrun.simulator.virtual.engine import VirtualEngine
 from batchrun.simulator.virtual.setup import NONCE
 from batchrun.vllm_plugin.scheduler import ColocatedScheduler
 from batchrun.wire import Orders, encode
-from benchmarks.queue_calls import PromisedCall, PromisedCalls, bursty_calls, classed_calls
+from benchmarks.queue_calls import VOICE, PromisedCall, PromisedCalls, bursty_calls, classed_calls
 
 CALLS_S = 6.0
 NUM_STEPS = 300
@@ -75,6 +76,18 @@ def test_the_order_changes_while_calls_run() -> None:
     assert ours(engine).daemon_link.telemetry(engine.now_s).online_queue == "on-time"
     assert all(record.finished_at_s for record in engine.records.values())
     assert len(engine.records) == len(calls)
+
+
+def test_a_policy_knows_the_bounds_of_calls_that_came_under_the_one_before() -> None:
+    engine = engine_with(classed_calls(6.0, 2.0, 0), "arrival")
+    engine.run_until(math.inf)
+    scheduler = ours(engine)
+    scheduler.daemon_link.control.receive(encode(Orders(NONCE, 1, 1, "bs+e")))
+    scheduler.obey()
+
+    assert scheduler.step_policy is not None
+    document = view(waiting=[row(prompt=9_000)], now_s=engine.now_s)
+    assert scheduler.step_policy.plan(document).caps == {"row": int(0.1 * VOICE.ttft_s / TOKEN_S)}
 
 
 def test_prompts_in_the_middle_keep_the_room_that_they_were_let_in_with() -> None:

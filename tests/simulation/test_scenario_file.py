@@ -82,6 +82,15 @@ def test_a_trace_and_windows_are_read_as_written(tmp_path: Path) -> None:
         plan_of(load_scenario(written(tmp_path, text)), tmp_path)
 
 
+def test_rates_are_drawn_with_the_seed_and_for_the_duration_alone(tmp_path: Path) -> None:
+    (tmp_path / "rates.csv").write_text("time_s,rate_per_s\n0,2\n600,1e6\n1200,1e6\n")
+    text = HEAD + "online: {trace: rates.csv}\nseed: "
+    paths = (written(tmp_path, text + seed) for seed in "112")
+    first, same, other = (plan_of(load_scenario(path), tmp_path).calls for path in paths)
+
+    assert first.arrival_s.tolist() == same.arrival_s.tolist() != other.arrival_s.tolist()
+
+
 def test_the_example_is_the_manuals_and_can_be_planned() -> None:
     scenario = load_scenario(ROOT / "jobs" / "simulate-evening.yaml")
     plan = plan_of(scenario, ROOT / "jobs")

@@ -82,7 +82,7 @@ def test_a_roofline_is_found_exactly(profile: CalibrationProfile) -> None:
     assert best.held_out_mape < 1e-6
     assert best.model.unhidden == pytest.approx(law.overlap_loss, abs=1e-3)
     assert best.model.token_s == pytest.approx(law.flop_per_token / law.flop_per_s, rel=1e-3)
-    assert profile.pivot_tokens == 382
+    assert (profile.pivot_tokens, profile.token_budget, profile.max_running) == (382, 1024, 16)
 
 
 def test_a_law_of_echos_form_is_found_exactly(tmp_path: Path) -> None:

@@ -7,7 +7,13 @@ import pytest
 from batchrun.errors import ConfigError
 from batchrun.hints import AUTO_ONLINE_COST, HINT_KEY, MAX_BOUND_S
 from batchrun.scheduling.online_cost import AloneStep
-from batchrun.vllm_plugin.alone import LEAST_CALLS, AloneClock, learnt_slo
+from batchrun.vllm_plugin.alone import (
+    LEAST_CALLS,
+    AloneClock,
+    CallCosts,
+    Latency,
+    learnt_slo,
+)
 from batchrun.vllm_plugin.settings import OnlineSlo, PluginSettings, read_settings
 from batchrun.wire import CostTelemetry
 
@@ -74,6 +80,20 @@ def test_bounds_are_learnt_from_what_calls_would_have_had_alone() -> None:
     assert (learnt.ttft_s, learnt.tpot_s) == pytest.approx((0.3, 0.03))
     few = CostTelemetry(1.5, LEAST_CALLS - 1, alone_ttft_p99_s=0.2, alone_tpot_p99_s=0.02)
     assert learnt_slo(few) == learnt_slo(CostTelemetry()) == OnlineSlo()
+
+
+def test_what_was_learnt_holds_in_a_lull_and_on_an_engine_with_few_calls() -> None:
+    costs = CallCosts()
+    for number in range(LEAST_CALLS):
+        costs.ttft.append(Latency(60.0 * number, 0.4, 0.2))
+        costs.tpot.append(Latency(60.0 * number, 0.04, 0.02))
+
+    told = costs.telemetry(60.0 * LEAST_CALLS, 1.5)
+
+    assert (costs.learnt.ttft_s, costs.learnt.tpot_s) == pytest.approx((0.3, 0.03))
+    assert (told.num_calls, told.ttft_p50_s) == (5, 0.4)
+    assert costs.telemetry(1e6, 1.5).num_calls == 0
+    assert costs.learnt.ttft_s == pytest.approx(0.3)
 
 
 @pytest.mark.parametrize("ttft_s", [-5.0, 1e-300 * 1e-300, float("nan"), float("inf"), 1e12])

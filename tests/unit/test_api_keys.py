@@ -8,10 +8,13 @@ import multiprocessing
 from pathlib import Path
 
 import pytest
+from cli_call import cli_in
 
 from batchrun.errors import ConfigError
 from batchrun.hints import SloBounds
+from batchrun.home import Home
 from batchrun.keys import digest, id_in, new_key
+from batchrun.server.api.key_list import KeyList, asks_for_none
 from batchrun.server.gateway.admission import (
     MAX_HELD_REFUSALS,
     ApiKey,
@@ -23,6 +26,8 @@ from batchrun.server.gateway.admission import (
     read_keys,
 )
 from batchrun.server.gateway.envelope import RefusalError
+from batchrun.store.api_keys import NewApiKey
+from batchrun.store.database import open_store
 
 MINE_ID, MINE = new_key()
 OPS_ID, OPS = new_key()
@@ -104,6 +109,46 @@ def test_without_a_list_nobody_is_asked_and_an_empty_one_lets_nobody_in() -> Non
     assert ring.admit(None, "/v1/models") is None
     ring.replace(())
     assert admitted(ring, f"Bearer {MINE}") == 401
+
+
+def test_a_list_is_not_taken_back_when_a_store_of_before_the_first_key_is(tmp_path: Path) -> None:
+    path = tmp_path / "keys.json"
+    with_key, without = (open_store(tmp_path / name / "store.db") for name in ("new", "old"))
+    KeyList(without, path).publish()
+    assert (read_keys(path), asks_for_none(path)) == (None, True)
+    KeyList(with_key, path).add(NewApiKey(MINE_ID, "mine", "user", digest(MINE)))
+    KeyList(without, path).publish()
+    assert (read_keys(path), asks_for_none(path)) == ((), False)
+    with_key.close()
+    without.close()
+
+
+async def test_keys_are_published_while_what_they_have_used_cannot_be_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("HEARD_S", "TELL_S"):
+        monkeypatch.setattr(f"batchrun.server.api.key_list.{name}", 0.01)
+    store, path = open_store(tmp_path / "store.db"), tmp_path / "keys.json"
+    path.with_suffix(".usage").mkdir()
+    keeping = asyncio.create_task(KeyList(store, path).keep_published())
+    for _ in range(3):
+        while not (path.exists() and caplog.messages):
+            await asyncio.sleep(0.01)
+        path.unlink()
+    keeping.cancel()
+    store.close()
+    (said,) = caplog.messages
+    assert said.startswith("what API keys have used cannot be told: ")
+
+
+def test_keys_list_says_who_is_let_in_where_there_are_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cli, home = cli_in(tmp_path, monkeypatch, capsys), Home(tmp_path / "home")
+    assert "from the first one on, every call needs one" in cli("keys", "list")[1]
+    home.create()
+    home.api_keys.write_text('{"keys": []}')
+    assert "nobody is let in until `keys create` makes one" in cli("keys", "list")[1]
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,37 @@ def test_calls_of_one_instant_stay_together_though_the_clocks_drift() -> None:
     assert views["first"].arrival_at_s == views["second"].arrival_at_s
 
 
+def test_rows_that_begin_after_calls_that_no_step_was_planned_for_hear_of_them() -> None:
+    clocks = Clocks()
+    scheduler = clocks.engine()
+    scheduler.add_request(clocks.call("call", age_s=0.0))
+    clocks.ours_s = 700.0
+    rig.run(scheduler)
+
+    assert hear_of_calls(scheduler, clocks, 1.0)
+    assert not hear_of_calls(scheduler, clocks, 59.0)
+
+
+def test_rows_beside_a_session_hear_of_its_turns_alone() -> None:
+    clocks = Clocks()
+    scheduler = clocks.engine()
+    for _ in range(2):
+        turn = rig.make_request("session", max_tokens=1, resumable=True)
+        turn.arrival_time = clocks.wall_s
+        scheduler.add_request(turn)
+        for _ in range(3):
+            rig.step(scheduler)
+        assert hear_of_calls(scheduler, clocks, 1.0)
+        assert not hear_of_calls(scheduler, clocks, 59.0)
+    assert "session" in scheduler.state.views
+
+
+def hear_of_calls(scheduler: ColocatedScheduler, clocks: Clocks, after_s: float) -> bool:
+    clocks.ours_s += after_s
+    clocks.wall_s += after_s
+    return scheduler.view_builder.view((), 0, 64, 8).were_calls_lately
+
+
 def test_on_a_clock_of_its_own_arrivals_stand_as_they_are() -> None:
     scheduler = rig.ours(rig.build())
     scheduler.use_clock(lambda: 5.0)

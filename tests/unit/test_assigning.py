@@ -7,12 +7,14 @@ from dataclasses import replace
 import pytest
 from job_builders import make_tree_job
 
-from batchrun.daemon.dispatch import Assigner
+from batchrun.daemon.dispatch import Assigner, pools_of
 from batchrun.daemon.dispatcher import SentRow
 from batchrun.daemon.engine_link import Slot
 from batchrun.daemon.job import ActiveJob
 from batchrun.engine.command import AttachedSettings
 from batchrun.engine.engine import AttachedEngine
+from batchrun.pool.fair_share import NO_POOL
+from batchrun.pool.job_shares import Owner
 from batchrun.pool.row_queue import Window
 from batchrun.types import EnginePhase, Usage
 
@@ -115,6 +117,89 @@ def test_an_engine_of_another_model_without_rows_hides_no_deadline(assigner: Row
     assert outlook is not None and "miss" in str(outlook)
 
 
+def test_jobs_share_a_pool_where_their_models_share_an_engine(assigner: Rows) -> None:
+    models = [("small",), ("large",), ("adapter",), ("large", "adapter"), None]
+    slots = [replace(assigner.slots[0], models=each) for each in models]
+
+    numbers: dict[str, int] = {}
+    assert pools_of(slots, numbers) == [0, 1, 1, 1, NO_POOL]
+    assert pools_of(slots[1:], numbers) == [1, 1, 1, NO_POOL], "though the first engine has gone"
+    slots[2].models, slots[3].models = ("a",), ("large", "a")
+    assert pools_of(slots[1:], numbers) == [1, 1, 1, NO_POOL], "though another adapter is there"
+    slots[3].models = ("large",)
+    assert pools_of(slots, numbers) == [0, 1, 2, 1, NO_POOL]
+    assert pools_of([*slots, assigner.slots[0]], numbers) == [0, 0, 0, 0, NO_POOL, 0]
+
+
+def test_the_first_engine_may_come_late_and_go_early(assigner: Rows) -> None:
+    slots = [replace(assigner.slots[0], models=each) for each in [None, ("base",), ("base",)]]
+    late: Rows = Assigner(slots)
+    late.join(make_tree_job("job", letters(9)), deadline_at=None)
+    slots[0].models = ("base",)
+    assert late.pool_of("base") == (0, slots)
+    first = AttachedEngine(AttachedSettings(name="first", url="http://127.0.0.1:9001"))
+    first.state, slots[0].engine = EnginePhase.STOPPED, first
+    assert late.pool_of("base") == (0, slots[1:])
+
+
+def test_a_pool_is_full_whatever_those_of_other_models_are(assigner: Rows) -> None:
+    engine, window = assigner.slots[0].engine, Window(16, 10**6)
+    slots = [
+        Slot(engine, uses_priority=False, window=replace(window), models=(name,)) for name in "ab"
+    ]
+    beside: Rows = Assigner(slots)
+    for model, num_rows in (("a", 3), ("b", 100)):
+        job = make_tree_job(model, letters(num_rows))
+        job.spec = job.spec.model_copy(update={"model": model})
+        beside.join(job, deadline_at=None)
+
+    assert len(fill(beside, 0.0)) == 3 + 16
+    assert beside._saturated == {NO_POOL: False, 0: False, 1: True}
+
+
+def test_a_model_has_the_pace_of_all_engines_that_share_models_with_its_own(
+    assigner: Rows,
+) -> None:
+    slots = [replace(assigner.slots[0], models=each) for each in [("base",), ("base", "x"), None]]
+    beside: Rows = Assigner(slots)
+
+    assert beside.pool_of("x") == (0, slots[:2])
+    assert beside.pool_of("another") == (NO_POOL, [])
+    slots[2].models = ("another",)
+    assert beside.pool_of("another") == (1, slots[2:])
+
+
+def test_rows_from_before_a_restart_cost_nothing_on_engines_of_other_models(
+    assigner: Rows,
+) -> None:
+    engine, window = assigner.slots[0].engine, Window(16, 10**6)
+    slots = [
+        Slot(engine, uses_priority=False, window=replace(window), models=(name,)) for name in "ab"
+    ]
+    beside: Rows = Assigner(slots)
+    for name, model in (("first", "a"), ("before", "b"), ("other", "a")):
+        job = make_tree_job(name, letters(300))
+        job.owner = Owner("other" if name == "other" else "key", is_bounded=True)
+        job.spec = job.spec.model_copy(update={"model": model})
+        beside.join(job, deadline_at=None)
+    assert all(beside.adopt(beside.jobs["before"], row, 1, 0.0) for row in range(256))
+
+    assert {row.job.id for row in fill(beside, 1.0) if row.engine == 0} == {"first", "other"}
+
+
+def test_rows_that_an_engine_has_from_before_are_in_flight_from_now_on(assigner: Rows) -> None:
+    job = make_tree_job("before", letters(64))
+    assigner.join(job, deadline_at=None)
+    adopted = [assigner.adopt(job, row, 0, 900_000.0) for row in range(32)]
+    assigner.idle(900_005.0)
+    for assignment in adopted[:16]:
+        assert assignment is not None
+        end(assigner, assignment)
+
+    left_s = assigner.turns._times["before"].last_end_s(900_005.0)
+    assert left_s is not None and left_s.high_s < 10
+
+
 def test_rows_of_a_job_that_left_are_nobodys(assigner: Rows) -> None:
     job = make_tree_job("paused", letters(8))
     assigner.join(job, deadline_at=None)
@@ -125,7 +210,7 @@ def test_rows_of_a_job_that_left_are_nobodys(assigner: Rows) -> None:
     assigner.give_back(second)
 
     assert assigner.assign(0.0) == ([], None)
-    assert assigner.turns._shares.num_in_flight == 0
+    assert assigner.turns._shares.accounts == {}
     job.queue.check()
     assigner.turns.check()
 

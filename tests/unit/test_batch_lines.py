@@ -70,6 +70,7 @@ FAULTS: Sequence[tuple[Any, tuple[str, str | None, str]]] = [
     (body(model=None), ("invalid_request", "body.model", "Model parameter is required.")),
     (body(model=5), ("invalid_type", "body.model", "got an integer")),
     (body(messages=None), ("missing_required_parameter", "body.messages", "'messages'.")),
+    (body(background=True), ("invalid_request", "body.background", "background is not possible")),
     (body(use_beam_search=True), ("invalid_request", "body.use_beam_search", "use_beam_search is")),
     (body(stream=True), ("streaming_unsupported", "body.stream", "Chat Completions: Streaming")),
     (body(model="x"), ("mismatched_model", "body.model", "The model 'x' for this request does")),

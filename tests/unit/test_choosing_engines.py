@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import defaultdict
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from job_builders import make_tree_job
 
+from batchrun.config import Deployment
+from batchrun.daemon.daemon import Daemon
 from batchrun.daemon.dispatch import Assigner, bring_together
 from batchrun.daemon.engine_link import Slot, choose_default
+from batchrun.daemon.fleets import Fleets
 from batchrun.daemon.job import ActiveJob
 from batchrun.daemon.prices import speed_of
 from batchrun.engine.command import AttachedSettings
 from batchrun.engine.engine import AttachedEngine
+from batchrun.home import Home
 from batchrun.pool.row_queue import BOUND_S, RowLoad, Window
 from batchrun.routing.engine_book import Prices
-from batchrun.server.api.rolling import _share_models
+from batchrun.server.api.rolling import Rolling
+from batchrun.store.database import Store
 from batchrun.types import EnginePhase
 
 LETTERS = "abcdefghijkl"
@@ -195,11 +202,32 @@ def test_the_first_engine_has_the_model_of_rows_that_name_none(
     assert [slot.default_model for slot in (first, second)] == ["told"] * 2
 
 
-def test_engines_take_each_others_calls_where_they_share_a_model_or_tell_none() -> None:
-    first = slot_of("a", "small", "adapter")
-    others = [slot_of("b", "small"), slot_of("c", "large"), slot_of("d")]
-
-    assert [_share_models(first, other) for other in others] == [True, False, True]
+async def test_an_engine_goes_only_once_another_has_told_that_it_has_its_model(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("batchrun.server.api.rolling.LOOK_S", 0.01)
+    deployment, home = Deployment(base=tmp_path), Home(tmp_path)
+    first, other = slot_of("a", "small"), slot_of("b")
+    assert isinstance(first.engine, AttachedEngine) and isinstance(other.engine, AttachedEngine)
+    daemon, fleets = Daemon(store, [first, other], tmp_path), Fleets(deployment, home)
+    for models in (("small",), ("large",)):
+        rolling = Rolling(daemon, fleets, home, lambda: deployment)
+        other.engine.state, other.models = EnginePhase.STARTING, None
+        asked = asyncio.create_task(rolling._may_leave(first))
+        for state in (EnginePhase.STARTING, EnginePhase.READY):
+            other.engine.state = state
+            await asyncio.sleep(0.05)
+            assert rolling.told == ["engine a: waits for another that may have its model"]
+        other.models = models
+        assert await asked is (models == first.models)
+        assert rolling.failure is None or "alone has its model: a;" in rolling.failure
+    rolling._before = {"a": frozenset({"small"}), "b": frozenset({"small", "adapter"})}
+    assert await rolling._may_leave(first), "both had the old model, and the other has the new one"
+    rolling._before = {}
+    first.engine.state = EnginePhase.FAILED
+    assert await rolling._may_leave(first)
+    ones = [slot_of("c", "small"), slot_of("d", "large"), slot_of("e")]
+    assert [rolling._share_models(first, each) for each in ones] == [True, False, True]
 
 
 def slot_of(name: str, *models: str) -> Slot:

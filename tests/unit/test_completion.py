@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchrun.pool.deadlines import JobWork, tokens_ahead
+from batchrun.pool.deadlines import JobWork, claimed_parts, tokens_ahead
 from batchrun.pool.fair_share import JobTurns, Turn
+from batchrun.pool.job_shares import Owner
 from batchrun.pool.pace import (
     COARSE_S,
     FINE_S,
@@ -151,10 +152,24 @@ def test_jobs_share_by_weight() -> None:
     assert tokens_ahead(works, {}) == pytest.approx({"heavy": 400 / 3, "light": 200})
 
 
-def test_a_claim_comes_before_the_fair_shares() -> None:
+def test_a_claim_is_all_that_a_job_gets_and_less_than_its_fair_part_changes_nothing() -> None:
     works = {"due": JobWork(1.0, 100.0, 0.0), "other": JobWork(1.0, 100.0, 0.0)}
 
-    assert tokens_ahead(works, {"due": 0.5}) == pytest.approx({"due": 400 / 3, "other": 200})
+    assert tokens_ahead(works, {"due": 0.75}) == pytest.approx({"due": 400 / 3, "other": 200})
+    assert claimed_parts(works, {"due": 0.4}) == {"due": 0.5, "other": 0.5}
+    claims = {"due": 0.4, "other": 0.55}
+    assert claimed_parts(works, claims) == pytest.approx({"due": 0.45, "other": 0.55})
+
+
+@pytest.mark.parametrize(("claim", "part"), [(0.4, 0.4), (0.5, 0.475), (0.8, 0.475)])
+def test_a_claim_of_a_bounded_owner_takes_from_its_other_jobs(claim: float, part: float) -> None:
+    key = Owner("key", is_bounded=True)
+    works = {name: JobWork(1.0, 100.0, 0.0, key) for name in ("due", "beside")}
+    works["other"] = JobWork(1.0, 100.0, 0.0)
+
+    parts = claimed_parts(works, {"due": claim})
+
+    assert parts == pytest.approx({"due": part, "beside": 0.5 - part, "other": 0.5})
 
 
 Weights = st.floats(0.1, 10)
@@ -173,9 +188,13 @@ def test_shares_are_those_of_a_fluid(drawn: list[tuple[float, float, float]]) ->
     assert found[order[-1]] == pytest.approx(sum(work.tokens for work in works.values()), abs=1e-3)
     total, left = 0.0, {job_id: work.tokens for job_id, work in works.items()}
     for job_id in order:
-        weights = sum(works[i].weight for i in left)
-        free = 1 - sum(claims.get(i, 0.0) for i in left)
-        shares = {i: claims.get(i, 0.0) + free * works[i].weight / weights for i in left}
+        shares = claimed_parts({i: works[i] for i in left}, claims)
+        assert sum(shares.values()) == pytest.approx(1)
+        levels = {i: share / works[i].weight for i, share in shares.items()}
+        lowest = min(levels.values())
+        for i, level in levels.items():
+            assert level == pytest.approx(lowest) or shares[i] == claims[i]
+            assert shares[i] >= 0.999 * claims.get(i, 0.0)
         passed = found[job_id] - total
         left = {i: tokens - shares[i] * passed for i, tokens in left.items()}
         assert left.pop(job_id) == pytest.approx(0, abs=1e-3)
@@ -199,6 +218,18 @@ def test_what_rows_really_compute_corrects_the_end() -> None:
 
     assert found.expected_s == pytest.approx(600, rel=0.05)
     assert found.low_s < 600 < found.high_s
+
+
+def test_a_small_job_whose_rows_are_all_in_flight_has_no_end_by_the_pace_of_another() -> None:
+    turns = JobTurns()
+    turns.join("a", 1.0, 1_000 * 100)
+    run_rows(turns, 60, computed_tokens=100)
+    turns.join("small", 1.0, 20 * 100)
+    for row in range(20):
+        assert "small" in turns.completions()
+        turns.charge(Turn("small", is_urgent=False), row, 100, ends_subtree=False)
+
+    assert turns.completions().keys() == {"a"}
 
 
 def test_a_job_that_is_asked_about_waits_beside_those_that_run() -> None:

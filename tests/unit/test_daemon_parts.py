@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
+import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
+from job_builders import make_active_job
 
+from batchrun.config import TimeoutsConfig
 from batchrun.daemon.daemon import Daemon
 from batchrun.daemon.faults import (
     IDENTICAL_ERRORS_LIMIT,
@@ -16,11 +22,12 @@ from batchrun.daemon.faults import (
     CircuitBreaker,
     retry_delay_s,
 )
+from batchrun.daemon.view import view_stored, with_deadline
 from batchrun.daemon.writer import Entry, ResultWriter
 from batchrun.store import jobs, results
 from batchrun.store.database import Store, open_store
 from batchrun.store.jobs import NewJob
-from batchrun.types import Outcome, OutcomeKind, RowError
+from batchrun.types import JobState, Outcome, OutcomeKind, RowError
 
 
 def failed(message: str = "no", *, row: int = 0) -> Outcome:
@@ -117,6 +124,24 @@ async def test_a_store_that_cannot_be_written_holds_results_back_until_it_can(
     assert results.count(store, job.seq).num_completed == 1
     running.cancel()
     blocker.close()
+
+
+async def test_a_job_without_a_deadline_has_that_of_the_timeouts(
+    store: Store, tmp_path: Path
+) -> None:
+    daemon = Daemon(store, [], tmp_path, timeouts=TimeoutsConfig(job=3_600.0))
+    record = jobs.create(store, NewJob("name", "{}", "{}", "hash", 1), now_s=time.time())
+    job = make_active_job(tmp_path / "job", ["a"])
+    daemon._opening[record.seq] = record
+
+    assert await daemon._start(record, job)
+
+    own, ended = replace(record, expires_at=5.0), replace(record, state=JobState.CANCELLED)
+    assert job.record.expires_at == record.created_at + 3_600
+    assert job.left_s < math.inf
+    assert [with_deadline(each, 3_600.0) for each in (own, ended)] == [own, ended]
+    (view,) = cast(list[dict[str, object]], view_stored(store, job_s=60.0)["jobs"])
+    assert view["expires_at"] == record.created_at + 60
 
 
 async def test_a_task_of_the_daemons_own_that_fails_ends_it_and_says_why(

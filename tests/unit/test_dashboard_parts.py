@@ -415,6 +415,12 @@ def test_text_of_others_stays_text(name: str) -> None:
         assert skeleton_of(render(f"{name}.html", bad)) == plain, attack
 
 
+def test_the_page_of_keys_says_who_is_let_in_where_there_are_none() -> None:
+    facts = make_facts() | {"keys": []}
+    pages = [render("keys.html", facts | {"asks_for_none": each}) for each in (True, False)]
+    assert ["nobody is let in" in page for page in pages] == [False, True]
+
+
 def test_a_token_is_a_caller_s_own() -> None:
     made = Tokens()
 

@@ -13,6 +13,7 @@ from batchrun.pool.deadlines import (
     fair_finishes_s,
     needed_shares,
 )
+from batchrun.pool.job_shares import Owner
 from batchrun.pool.pace import HALF_LIFE_S, CapacityForecast
 
 CAPACITY = 1000.0
@@ -212,6 +213,32 @@ def test_a_job_that_comes_later_does_not_take_a_kept_deadline() -> None:
 
     assert shares.keys() == {"later"}
     assert [outlook.job_id for outlook in deadlines.take_news()] == ["due"]
+
+
+def test_a_job_that_came_first_keeps_its_deadline_though_it_was_opened_last() -> None:
+    deadlines = Deadlines()
+    deadlines.join("second", 90, seq=2)
+    deadlines.join("first", 100, seq=1)
+    deadlines.review(0, CAPACITY, 0, {"second": make_work(40_000), "first": make_work(80_000)})
+
+    assert [outlook.job_id for outlook in deadlines.take_news()] == ["second"]
+
+
+def test_a_job_that_waits_takes_no_share_of_a_bounded_owner() -> None:
+    key = Owner("key", is_bounded=True)
+    works = {"plain": make_work(1e9), "batch": JobWork(1, 40_000, 0.0, key)}
+    cheap = make_work(1e9, weight=10)
+    deadlines = make_deadlines(batch=100)
+    kept: list[bool] = []
+    for is_waiting in (True, False):
+        works["cheap"] = cheap._replace(is_waiting=is_waiting)
+        deadlines.review(0, CAPACITY, 0, works)
+        outlook = deadlines.outlook("batch")
+        kept.append(outlook is not None and outlook.is_kept)
+
+    assert kept == [True, False]
+    all_wait = {job_id: work._replace(is_waiting=True) for job_id, work in works.items()}
+    assert make_deadlines(batch=100).review(0, CAPACITY, 0, all_wait).keys() == {"batch"}
 
 
 def test_the_earliest_deadline_claims_first_whoever_came_first() -> None:

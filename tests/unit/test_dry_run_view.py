@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import io
+import json
 import math
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from threading import Thread
 
 import pytest
 from rich.console import Console
 
+from batchrun.cli import dry_run
 from batchrun.cli.dry_run import rendered
+from batchrun.errors import BatchrunError
+from batchrun.home import Home
+from batchrun.jobs.spec import JobSpec
 from batchrun.simulator.planner.job_forecast import (
     EngineTime,
     Eta,
@@ -96,3 +104,25 @@ def test_the_price_is_of_the_gpus_of_all_engine_hours() -> None:
     text = shown(measured(1.0, 1.0, 1.0), None, 2.0, Price.parse("1.25x4"))
 
     assert "at most 8.00 GPU-hours (2.00 engine-hours of 4 GPUs), which cost 10.00" in text
+
+
+def test_a_daemon_is_told_of_no_model_where_none_is_named(tmp_path: Path) -> None:
+    told: list[object] = []
+
+    class Older(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            told.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_error(404)
+
+    home = Home(tmp_path)
+    home.create()
+    given = {"path": "in.jsonl", "messages": "{{ text }}"}
+    spec = JobSpec.model_validate({"name": "x", "input": given, "output": {"path": "out.jsonl"}})
+    with HTTPServer(("127.0.0.1", 0), Older) as server:
+        url = f"http://127.0.0.1:{server.server_port}"
+        home.daemon_record.write_text(json.dumps({"pid": 1, "url": url, "token": "secret"}))
+        Thread(target=server.handle_request).start()
+        with pytest.raises(BatchrunError, match="404"):
+            dry_run.measured(home, 1_000, spec)
+
+    assert told == [{"computed_tokens": 1_000, "weight": 1.0}]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from echo_views import (
     NOW_S,
+    TOKEN_S,
     call,
     decoding_call,
     decoding_row,
@@ -20,6 +21,7 @@ from echo_views import (
     view,
 )
 
+from batchrun.estimator.step_time import LinearModel
 from batchrun.scheduling.draft import MIN_CHUNK_TOKENS
 from batchrun.scheduling.echo import EchoOptions, EchoPolicy
 from batchrun.scheduling.fill import LITTLE_MORE
@@ -272,6 +274,15 @@ def test_the_first_row_moves_a_little_where_nothing_else_would_run_in_time() -> 
 
     assert begun.caps == {"row 0": MIN_CHUNK_TOKENS * LITTLE_MORE, "row 1": 0}
     assert new.caps == {"row": MIN_CHUNK_TOKENS * LITTLE_MORE}
+
+
+def test_rows_go_on_together_where_no_step_is_as_short_as_it_should_be() -> None:
+    decoding = [decoding_row(f"row {i}") for i in range(9)]
+    slow = LinearModel(0.5, TOKEN_S, 0.0, 0.0, 0.0)
+
+    plan = plan_of(view(running=decoding, waiting=[row("row 9")], model=slow))
+
+    assert plan.caps == {"row 9": 90}
 
 
 def test_a_lone_row_without_room_takes_all_there_is_time_for() -> None:

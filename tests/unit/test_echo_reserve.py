@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from echo_views import (
+    BLOCK_TOKENS,
     NOW_S,
+    Kv,
     call,
     decoding_call,
     decoding_row,
@@ -19,7 +21,7 @@ from echo_views import (
 from batchrun.estimator.call_history import CallHistory
 from batchrun.scheduling.echo import EchoOptions, EchoPolicy
 from batchrun.scheduling.online_queue import ArrivalOrder
-from batchrun.scheduling.view import PrefixHit, RequestView
+from batchrun.scheduling.view import BlockKind, BlockLaw, PrefixHit, RequestView
 
 SHORT_ANSWERS = CallHistory()
 """Of calls that are known to end soon: how long others may become is another test's."""
@@ -133,6 +135,15 @@ def test_a_hit_that_others_hold_costs_nothing_and_an_idle_one_its_blocks() -> No
             view(calls=SHORT_ANSWERS, running=running, waiting=[on_idle], free_blocks=100)
         ).admit
     )
+
+
+def test_a_window_that_is_cached_in_part_takes_no_more_than_a_window() -> None:
+    window = BlockKind(BLOCK_TOKENS, num_groups=6, most_blocks=30, kept_blocks=11)
+    law = BlockLaw(BlockKind(BLOCK_TOKENS), window)
+    long = call(prompt=2_999, handle=Kv(PrefixHit(200, idle_blocks=20 + 6 * 10)))
+    engine = view(waiting=[long], law=law, free_blocks=law.blocks(3_000))
+
+    assert names(plan_of(engine).admit) == ["call"]
 
 
 def test_a_row_that_is_mostly_cached_may_use_the_reserve() -> None:

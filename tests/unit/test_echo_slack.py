@@ -148,6 +148,8 @@ def test_an_arrival_is_expected_for_a_minute_after_the_last_call() -> None:
 
     assert chunk_after(59.5) == 1_000
     assert chunk_after(60.5) < chunk_after(60.6) == 4_000
+    # One that came while no step was planned.
+    assert plan_of(view(waiting=[document], were_calls_lately=True)).caps["row"] == 1_000
 
 
 def test_a_tight_class_of_late_shortens_steps() -> None:

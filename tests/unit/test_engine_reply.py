@@ -25,6 +25,8 @@ from batchrun.types import Outcome, OutcomeKind, Usage
 from benchmarks.evil_engines import MODEL, EvilEngine, whole
 
 NOW_S = 1_700_000_000.0
+CUT = {"reason": "max_output_tokens"}
+FILTERED = {"status": "incomplete", "incomplete_details": {"reason": "content_filter"}}
 CHOICE = {"index": 0, "message": {"content": "hi"}, "finish_reason": "stop"}
 
 
@@ -118,11 +120,23 @@ def test_a_row_that_the_engine_gave_up_is_tried_again(reason: str) -> None:
     assert outcome.kind is OutcomeKind.RETRY
 
 
+@pytest.mark.parametrize("status", ["cancelled", "failed", "in_progress", "queued"])
+@pytest.mark.parametrize("details", [None, {}, {"reason": None}, CUT])
+def test_a_response_that_the_engine_gave_up_is_tried_again(status: str, details: object) -> None:
+    told = {"status": status, "incomplete_details": details, "error": {"message": "no\n\nroom"}}
+    outcome = outcome_of(200, {"output": [], **told}, endpoint="/v1/responses")
+    assert outcome.error is not None and outcome.error.code == "aborted"
+    assert outcome.error.message.endswith("): no room")
+
+
 @pytest.mark.parametrize(
     ("endpoint", "body", "finish_reason"),
     [
         ("/v1/embeddings", {"data": [{"embedding": [0.1]}]}, None),
         ("/v1/responses", {"output": [], "status": "completed"}, None),
+        ("/v1/responses", {"output": [], "incomplete_details": CUT}, "length"),
+        ("/v1/responses", {"output": [], "status": "incomplete"}, "length"),
+        ("/v1/responses", {**FILTERED, "output": []}, "content_filter"),
         ("/v1/completions", {"choices": [{"text": "x", "finish_reason": "stop"}]}, "stop"),
         ("/pooling", {"anything": 1}, None),
     ],

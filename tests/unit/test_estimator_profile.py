@@ -58,9 +58,9 @@ def test_a_profile_with_gaps_between_steps_survives_its_file(profile: Calibratio
     assert profile_from_json(with_gap.to_json(), "engine.json") == with_gap
 
 
-def test_a_profile_from_before_gaps_were_measured_is_read(profile: CalibrationProfile) -> None:
+def test_a_profile_from_before_gaps_and_limits_is_read(profile: CalibrationProfile) -> None:
     record = json.loads(profile.to_json())
-    del record["gap"]
+    del record["gap"], record["token_budget"], record["max_running"]
 
     assert profile_from_json(json.dumps(record), "engine.json") == profile
 

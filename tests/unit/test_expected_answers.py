@@ -11,10 +11,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from batchrun.cli.inspect import answering
 from batchrun.daemon.job import ActiveJob
 from batchrun.daemon.opening import open_job
 from batchrun.estimator.answer_length import REMEMBERED_ANSWERS
-from batchrun.jobs.expected_answers import estimate_outputs, first_guess, open_answers
+from batchrun.home import Home
+from batchrun.jobs.expected_answers import (
+    UNKNOWN_MODEL,
+    DefaultModel,
+    estimate_outputs,
+    first_guess,
+    open_answers,
+)
 from batchrun.jobs.job_file import load_job_file
 from batchrun.jobs.submit import open_submitted, prepare_job
 from batchrun.store import jobs, results
@@ -62,16 +70,24 @@ def submit(
     return jobs.create(store, prepare_job(spec, links=folder / "links"), now_s=0.0)
 
 
-def answer(store: Store, record: JobRecord, rows: Sequence[int], num_tokens: Sequence[int]) -> None:
+def answer(
+    store: Store,
+    record: JobRecord,
+    rows: Sequence[int],
+    num_tokens: Sequence[int],
+    body: bytes = b"{}",
+) -> None:
     outcomes = [
-        Outcome(record.id, row, 1, OutcomeKind.OK, body=b"{}", usage=Usage(10, tokens))
+        Outcome(record.id, row, 1, OutcomeKind.OK, body=body, usage=Usage(10, tokens))
         for row, tokens in zip(rows, num_tokens, strict=True)
     ]
     results.commit(store, [(record.seq, outcome) for outcome in outcomes], now_s=0.0)
 
 
-def opened(store: Store, folder: Path, record: JobRecord) -> ActiveJob:
-    job = open_job(store, record, links=folder / "links")
+def opened(
+    store: Store, folder: Path, record: JobRecord, default_model: DefaultModel = UNKNOWN_MODEL
+) -> ActiveJob:
+    job = open_job(store, record, links=folder / "links", default_model=default_model)
     job.close()
     return job
 
@@ -115,6 +131,62 @@ def test_a_job_expects_what_the_one_before_it_of_the_same_model_had(
     assert (same.costs.output_tokens, same.answers.num_ended) == (300, 0)
     assert limited.costs.output_tokens == 200
     assert new.costs.output_tokens == 128
+
+
+@pytest.mark.parametrize(
+    ("default_model", "output_tokens", "is_guess", "source"),
+    [
+        (DefaultModel("old", is_sure=True), 300, False, "before, of the same model"),
+        (DefaultModel("old"), 300, False, "before, of the same model"),
+        (DefaultModel("new", is_sure=True), 128, True, "a guess"),
+        (DefaultModel("new"), 300, True, "before, perhaps of the same model"),
+        (DefaultModel(), 300, True, "before, perhaps of the same model"),
+    ],
+)
+def test_answers_of_another_default_model_are_no_prior(
+    store: Store,
+    folder: Path,
+    default_model: DefaultModel,
+    output_tokens: int,
+    source: str,
+    *,
+    is_guess: bool,
+) -> None:
+    before = submit(store, folder, name="before", model="default")
+    answer(store, before, range(40), [200, 400] * 20, body=b'{"model": "old"}')
+
+    record = submit(store, folder, model="default")
+    job = opened(store, folder, record, default_model)
+    with open_submitted(record, job.spec, links=folder / "links") as data:
+        stored = store, record
+        outputs = estimate_outputs(job.spec, data, 4.0, stored, default_model, guesses=True)
+
+    assert (job.costs.output_tokens, job.answers.is_guess) == (output_tokens, is_guess)
+    assert outputs.mean == pytest.approx(output_tokens)
+    assert outputs.source.startswith(source)
+
+
+def test_answers_of_the_same_default_model_go_before_newer_ones_of_another(
+    store: Store, folder: Path
+) -> None:
+    for model, tokens in (("mine", 300), ("other", 900)):
+        before = submit(store, folder, name=model, model="default")
+        answer(store, before, range(40), [tokens] * 40, body=b'{"model": "%s"}' % model.encode())
+
+    job = opened(store, folder, submit(store, folder, model="default"), DefaultModel("mine"))
+
+    assert (job.costs.output_tokens, job.answers.is_guess) == (300, False)
+
+
+def test_without_a_daemon_batchrun_yaml_says_nothing_for_sure(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "batchrun.yaml").write_text("model: mine\n")
+    (folder / "job.yaml").write_text(JOB_FILE.replace("MODEL", "default"))
+    monkeypatch.chdir(folder)
+    spec = load_job_file(folder / "job.yaml", cwd=folder)
+
+    assert answering(spec, Home(folder / "home")) == DefaultModel("mine", is_sure=False)
 
 
 def test_rows_without_an_answer_tell_nothing(store: Store, folder: Path) -> None:

@@ -251,10 +251,12 @@ def test_a_server_that_does_not_tell_its_timeline_is_led_and_written_all_the_sam
     role = f"CREATE ROLE plain_{name} LOGIN PASSWORD 'plain'"
     grants = f"GRANT ALL ON ALL TABLES IN SCHEMA public TO plain_{name}"
     sequences = f"GRANT ALL ON ALL SEQUENCES IN SCHEMA public TO plain_{name}"
-    postgres.execute(name, role, grants, sequences, f"REVOKE EXECUTE ON {tells} FROM PUBLIC")
+    for told in (tells, "FUNCTION pg_control_system()"):
+        postgres.execute(name, f"REVOKE EXECUTE ON {told} FROM PUBLIC")
+    postgres.execute(name, role, grants, sequences)
     plain = f"postgresql://plain_{name}:plain@{url.rpartition('@')[2]}"
     store, lock = leading(plain, "only")
-    assert store.timeline is None
+    assert (store.timeline, store.identity()) == (None, store.name)
     jobs.create(store, new_job(), now_s=1.0)
     select(url, END_LOCK_SESSION)
     lock.check()

@@ -6,7 +6,7 @@ import pytest
 import scheduler_rig as rig
 from vllm.v1.request import RequestStatus
 
-from batchrun.hints import HINT_KEY, FlexHint, write_hint
+from batchrun.hints import HINT_KEY, URGENT_LEAD, FlexHint, write_hint
 from batchrun.scheduling.view import RequestView
 from batchrun.simulator.virtual.setup import NONCE
 from batchrun.vllm_plugin.scheduler import ColocatedScheduler
@@ -33,6 +33,17 @@ def test_a_flex_call_stands_behind_the_last_row_that_is_there() -> None:
     assert add_flex(scheduler, "third").rank == 50
     rig.run(scheduler)
     assert add_flex(scheduler, "fourth").rank == 0
+
+
+def test_the_engine_is_as_far_as_its_rows_whatever_urgent_ones_run() -> None:
+    scheduler = rig.ours(rig.build())
+    for rank in (3, URGENT_LEAD + 4, URGENT_LEAD + 9):
+        scheduler.add_request(rig.make_request(f"row-{rank}", row=rank, max_tokens=9))
+    for _ in range(3):
+        rig.step(scheduler)
+
+    assert scheduler.state.kv is not None
+    assert scheduler.state.kv._reuse.front_rank == URGENT_LEAD + 4
 
 
 def test_a_burst_of_flex_calls_looks_at_each_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -157,3 +158,30 @@ async def test_what_takes_long_to_read_is_refused(place: str, value: object) -> 
     with pytest.raises(RefusalError, match="values at most") as refused:
         await taken_in(body_with(place, value))
     assert refused.value.status == 413
+
+
+FLEX: dict[str, object] = {"service_tier": "flex"}
+STEERED, PLAIN = {"hint_nonce": "secret"}, {"offline_priority": 1}
+
+
+@pytest.mark.parametrize(
+    ("asked", "known", "is_lost"),
+    [
+        (FLEX, STEERED, True),
+        (FLEX, PLAIN, True),
+        (FLEX, {}, False),
+        ({}, STEERED, True),
+        ({}, PLAIN, False),
+        ({}, STEERED | {"models": ("other",)}, False),
+        ({"use_beam_search": "false"}, STEERED, False),
+    ],
+)
+def test_beams_that_would_lose_class_or_tier_are_refused(
+    asked: dict[str, object], known: dict[str, Any], *, is_lost: bool
+) -> None:
+    body = json.dumps({"model": "mine", "use_beam_search": True} | asked).encode()
+    call = read_call_body("/v1/completions", body, None if asked == FLEX else SloBounds(1.0, 0.1))
+    assert isinstance(call, SteeredBody)
+    beams = pytest.raises(RefusalError, match="is not possible") if is_lost else nullcontext()
+    with beams:
+        call.check_beams([Upstream("one", "http://h:1", **known)])

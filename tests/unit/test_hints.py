@@ -10,9 +10,10 @@ from job_builders import make_active_job
 from msgspec import UNSET
 
 from batchrun.daemon.dispatch import shared_prefixes
-from batchrun.daemon.job import URGENT_LEAD, Hinter
+from batchrun.daemon.job import Hinter
 from batchrun.hints import (
     MAX_HINT_CHARS,
+    URGENT_LEAD,
     FlexHint,
     HintError,
     NodeHint,

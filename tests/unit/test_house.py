@@ -28,7 +28,7 @@ whose number follows the calls (3), an engine apart from the way to its agent, c
 the daemon apart from those for engines, the peak of a trace (3), jobs that wait for cheap
 hours, orders to the leader of a database (2), outputs of many files, calls that gateways of all
 daemons count, and which numbers of engines a planner tries."""
-MAX_LINES = 65_062
+MAX_LINES = 65_693
 """25,049 more for these, for groups by key portion and rows over engines by speed, several models,
 a planner that sizes on several draws, bounds on what callers and engines send and hold, and
 daemons that stand by, deployments that calls at once share, processes that watch their parents,
@@ -47,7 +47,8 @@ store lists, inputs that are written to while they are read, jobs that meet on s
 answers that end outside the engine, what ran before a command, rows that come in another order or
 elsewhere, images that do not fit beside each other, questions to another model, inputs that are
 fetched again, batches that rest, kept columns whose types differ, what gateways see of odd streams,
-and signs of life of links and starts."""
+signs of life of links and starts, engines that share no model, plans for the engines of a model,
+what keys use at all gateways, and how responses end."""
 MAX_SHORT_FILES = 25
 SHORT_LINES = 80
 LONGEST_LINES = 500
@@ -64,8 +65,8 @@ gateways and workers, routers in the simulator and beside a job, what routers fo
 kills in a fleet of real engines beside calls; a job of 20 million rows, one of a million long ones;
 a plan of 64 engines; routers beside a job under other settings of the scheduler, and ports that no
 two tests get."""
-MAX_MANUAL_WORDS = 45_505
-"""14,600 more: what rows may cost calls, which engine a call goes to, Python, the page, engines on
+MAX_MANUAL_WORDS = 45_574
+"""14,669 more: what rows may cost calls, which engine a call goes to, Python, the page, engines on
 other machines, orders of calls, rows over engines, time limits, limits of keys, attacks and their
 tests, uploads, `on_done`, why a call went where it went, fleets and how to deploy,
 what callers feel, calls that would be late, AccelGen's and LARRY's figures, fleets
@@ -74,7 +75,8 @@ those of others, a job of 20 million rows, jobs that wait, outputs of many files
 kinds in a simulation, routing beside a job by the dial, figures of a second
 machine, days of the tide, an upgrade of several daemons, what would leave replicas behind, what
 containers and units need, replicas of a database that
-lack commits, what stands still, and what a backup that is put back does not list."""
+lack commits, what stands still, what a backup that is put back does not list, and two hours of a
+trace beside jobs."""
 README_FIRST_SCREEN_LINES = 60
 MAX_FILES_ON_WAY = {"row": 40, "call": 10, "step": 22, "batch": 24}
 

@@ -125,6 +125,18 @@ def test_repeated_long_values_do_not_make_large_batches(tmp_path: Path) -> None:
     assert largest < 10 << 20
 
 
+def test_categories_are_as_large_as_the_text_that_they_stand_for(tmp_path: Path) -> None:
+    texts = [*map(str, range(16)), *(str(i) + "x" * 200_000 for i in range(350))]
+    rows = [*range(366), *[365] * 350]
+    column = pa.DictionaryArray.from_arrays(pa.array(rows), pa.array(texts))
+    pq.write_table(pa.table({"document": column}), tmp_path / "a.parquet")
+    with open_path(tmp_path / "a.parquet") as data:
+        sizes = [(batch.num_rows, batch.nbytes) for _, batch in data.iter_batches()]
+        assert data.read_rows([700, 3]) == [{"document": texts[365]}, {"document": "3"}]
+    assert sum(num_rows for num_rows, _ in sizes) == len(rows)
+    assert max(num_bytes for _, num_bytes in sizes) < 10 << 20
+
+
 def test_blank_lines_windows_line_ends_and_a_bom_are_borne(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"a": 1}\r\n\r\n\n{"a": 2}\n  \n{"a": 3}')

@@ -39,7 +39,7 @@ def test_the_flag_comes_before_the_profile(home: Home) -> None:
 
     assert find_kv_size(5_000, here, home).tokens == 5_000
     profiled = "the calibration profile"
-    assert find_kv_size(None, here, home) == KvSize(3_200, profiled, 32, profiled)
+    assert find_kv_size(None, here, home) == KvSize(3_200, profiled, 32, profiled, 3_200)
 
 
 def test_a_running_engine_comes_before_the_profile(rig: DeploymentRig) -> None:
@@ -50,8 +50,12 @@ def test_a_running_engine_comes_before_the_profile(rig: DeploymentRig) -> None:
     while not rig.ask("status")["engines"][0]["kv"]:
         time.sleep(0.1)
 
-    running = "the running engine"
-    assert find_kv_size(None, here, home) == KvSize(65_536 * 16, running, 16, running)
+    running, tokens = "the running engine", 65_536 * 16
+    assert find_kv_size(None, here, home) == KvSize(tokens, running, 16, running, tokens)
+    named = here.model_copy(update={"file": rig.home / "batchrun.yaml"})
+    assert find_kv_size(None, named, home).source == running
+    other = named.model_copy(update={"engines": (EngineConfig(name="other"),)})
+    assert find_kv_size(None, other, home).source == "the calibration profile"
 
 
 @pytest.mark.parametrize(

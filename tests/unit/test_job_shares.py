@@ -55,6 +55,16 @@ def test_jobs_get_rows_by_their_weights() -> None:
     assert [jobs.count(job_id) for job_id in "abc"] == [10, 20, 40]
 
 
+def test_a_heavy_job_without_rows_to_hand_out_adds_nothing_to_the_share_of_its_owner() -> None:
+    shares = make_shares(10, 1)
+    shares.join("batch", 1, WorkLeft(0), Owner("key"))
+    ready = frozenset({"b", "batch"})
+
+    jobs = [hand_out(shares, row, ready=ready) for row in range(100)]
+
+    assert jobs.count("b") == 50
+
+
 def test_a_row_costs_its_estimate_until_it_is_back_and_then_what_it_computed() -> None:
     shares = make_shares(2)
     shares.charge("a", 0, 300, is_urgent=False)
@@ -71,7 +81,19 @@ def test_a_row_that_comes_back_unfinished_costs_nothing() -> None:
     shares.refund("a", 0)
 
     assert level(shares, "a") == 0
-    assert shares.num_in_flight == shares.in_flight_tokens == 0
+    assert shares.accounts["a"].in_flight == {}
+
+
+def test_a_row_is_paid_by_whom_it_was_charged_to_wherever_its_job_has_gone() -> None:
+    shares = make_shares(1, 1)
+    for row in range(3):
+        shares.charge("a", row, 300, is_urgent=False)
+    shares.place("a", 1)
+    shares.refund("a", 0)
+    shares.settle("a", 1, 100)
+    shares.check()
+
+    assert (shares.accounts["b"].tenant.level, level(shares, "a")) == (400, 0)
 
 
 def test_an_urgent_row_is_no_part_of_the_fair_share() -> None:
@@ -199,7 +221,7 @@ def test_rows_of_a_job_that_left_are_free() -> None:
     shares.settle("a", 0, 100)
     shares.refund("a", 1)
 
-    assert shares.num_in_flight == shares.in_flight_tokens == 0
+    assert shares.accounts.keys() == {"b"}
     assert shares.holder(ALL) is None
     assert shares.begin_turn(frozenset({"a"})) is None
     shares.check()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
 import pytest
 from share_trials import (
     INFEASIBLE,
@@ -11,7 +14,8 @@ from share_trials import (
 )
 
 from batchrun.pool.deadlines import Claim, Margins, UrgentTurns
-from batchrun.pool.fair_share import JobTurns, Turn
+from batchrun.pool.fair_share import NO_POOL, JobTurns, Turn
+from batchrun.pool.job_shares import QUANTUM_TOKENS, Owner
 
 READY = frozenset({"due", "later", "other"})
 
@@ -109,6 +113,52 @@ def test_without_a_forecast_shares_are_fair() -> None:
         chosen.append(turn)
 
     assert chosen == [Turn("other", False), Turn("due", False)] * 5
+
+
+def run_pools(
+    turns: JobTurns, jobs: Mapping[int, Sequence[str]], rates: Mapping[int, int], seconds: range
+) -> Counter[str]:
+    """Each second the one engine of each pool runs a row of so many tokens; what jobs got."""
+    got, ready = Counter[str](), {job_id for its in jobs.values() for job_id in its}
+    for second in seconds:
+        for pool, tokens in rates.items():
+            turns.observe(second, is_saturated=True, pool=pool)
+            turn = turns.choose(ready, second, {*jobs[pool]}, engine=pool)
+            assert turn is not None
+            turns.charge(turn, second, tokens, ends_subtree=True)
+            turns.settle(turn.job_id, second, tokens)
+            got[turn.job_id] += tokens
+    return got
+
+
+def test_a_job_is_foretold_by_the_engines_that_can_run_it() -> None:
+    turns = JobTurns()
+    turns.join("fast", 1, 9_000_000)
+    turns.join("slow", 1, 600_000, deadline_at=500.0)
+    turns.place({"fast": 0, "slow": 1})
+    run_pools(turns, {0: ["fast"], 1: ["slow"]}, {0: 9_000, 1: 1_000}, range(60))
+
+    ends = turns.completions()
+    assert ends["fast"].expected_s == pytest.approx(940, rel=0.02)
+    assert ends["slow"].expected_s == pytest.approx(540, rel=0.02)
+    outlook = turns.outlook("slow")
+    assert outlook is not None and not outlook.is_kept
+    turns.place({"slow": NO_POOL})
+    assert turns.completions() == ends, "as long as no engine has its model"
+    assert turns.pace(2) == (None, 0.0) and turns.predict(1, 1_000, pool=2) is None
+
+
+def test_what_an_owner_has_on_other_engines_takes_nothing_of_its_share() -> None:
+    turns, key = JobTurns(), Owner("key", is_bounded=True)
+    turns.join("fast", 1, 10**9, owner=key)
+    turns.join("due", 1, 200_000, owner=key, deadline_at=500.0)
+    turns.join("other", 1, 10**7)
+    turns.place({"fast": 0, "due": 1, "other": 1})
+
+    got = run_pools(turns, {0: ["fast"], 1: ["due", "other"]}, {0: 9_000, 1: 1_000}, range(410))
+
+    turns.check()
+    assert got["due"] == pytest.approx(205_000, abs=2 * QUANTUM_TOKENS)
 
 
 def make_busy_turns() -> JobTurns:

@@ -136,6 +136,8 @@ def test_the_content_hash_ignores_comments_and_sees_values(tmp_path: Path) -> No
         ("[question]", "[response]", ":9: output.keep: 'response' is a column that batchrun"),
         ("loogle.parquet, keep", "loogle.xlsx, keep", ":9: output.path: must end in .parquet or"),
         ("max_tokens: 64", "stream: true", ":8: request.stream: a job's answers go to a file"),
+        ("max_tokens: 64", "background: true", ":8: request.background: is not possible"),
+        ("max_tokens: 64", "logit_bias: {7: -1}", ":8: request.logit_bias: a key must be text"),
         ("max_tokens: 64", "model: m", ":8: request.model: belongs at the top"),
         ("name: loogle", "name: loogle\nendpoint: /v1/completions", ":6: input.messages:"),
         ("name: loogle", "name: loogle\nendpoint: /v2", ":2: endpoint: input should be "),

@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Iterator
 from dataclasses import astuple, replace
+from datetime import datetime
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,7 @@ from batchrun.daemon.writer import ResultWriter
 from batchrun.jobs import submit as plans
 from batchrun.jobs.inputs import spool
 from batchrun.jobs.job_file import load_job_file
+from batchrun.jobs.prompts.tokens import PromptReader, read_prompts
 from batchrun.jobs.results.keeping import ORPHAN_AGE_S, find_unused_links
 from batchrun.jobs.spec import JobSpec
 from batchrun.jobs.submit import JobPlan, pin_again, plan_file, prepare_job, rows_file
@@ -90,7 +92,10 @@ def stages_of(
     def note(stage: str, done: int, total: int) -> None:
         stages.add(stage)
 
-    job = take_up_job(store, record, links=links, model_folder=lambda _: model, progress=note)
+    def prompts_of(_: str, now: datetime) -> PromptReader:
+        return read_prompts(model, now=now)
+
+    job = take_up_job(store, record, links=links, prompts_of=prompts_of, progress=note)
     bodies = job.render([39, 5])
     job.close()
     return job.plan, stages, [body["prompt"] for body in bodies if isinstance(body, dict)]

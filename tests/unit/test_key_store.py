@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,8 @@ from store_builders import add_batch, answered
 
 from batchrun.errors import InputError, QuotaError, StateError
 from batchrun.jobs.batch import new_batch_job
-from batchrun.keys import digest, new_key
+from batchrun.keys import OnlineUsage, UsageFile, digest, new_key
+from batchrun.server.api.key_list import online_usage, tell_usage
 from batchrun.store import api_keys, batches, files, jobs, results
 from batchrun.store.api_keys import ApiKeyRecord, KeyLimits, KeyUsage, NewApiKey
 from batchrun.store.batches import BatchRecord, NewBatch, ResultFiles, ValidInput
@@ -68,6 +70,18 @@ def test_a_revoked_key_stays_and_frees_its_name(store: Store) -> None:
         api_keys.revoke(store, first.id, now_s=7.0)
     with pytest.raises(InputError, match="no such key"):
         api_keys.revoke(store, "nobody", now_s=7.0)
+
+
+def test_what_a_key_has_used_at_the_gateways_of_all_daemons_adds_up(
+    store: Store, tmp_path: Path
+) -> None:
+    for name, tokens in (("here", 100), ("there", 20), ("there", 5)):
+        with closing(UsageFile(tmp_path / name)) as usage:
+            usage.add(2, OnlineUsage(1, tokens, 3))
+        tell_usage(store, tmp_path / name)
+    for name in ("here", "there"):
+        assert online_usage(store, tmp_path / name)[2] == OnlineUsage(3, 125, 9)
+    assert online_usage(store, tmp_path / "new")[1] == OnlineUsage()
 
 
 def test_limits_of_a_key_can_be_changed_one_by_one(store: Store) -> None:

@@ -19,7 +19,7 @@ CALLS = [{"id": "c1", "type": "function", "function": {"name": "f", "arguments":
         ("/v1/chat/completions", {"choices": [{"message": {"content": ""}}]}, ""),
         (
             "/v1/chat/completions",
-            {"choices": [{"message": {"content": None, "tool_calls": CALLS}}]},
+            {"choices": [{"message": {"content": "\n\n", "tool_calls": CALLS}}]},
             json.dumps(CALLS),
         ),
         ("/v1/completions", {"choices": [{"text": " there"}]}, " there"),
@@ -34,6 +34,16 @@ CALLS = [{"id": "c1", "type": "function", "function": {"name": "f", "arguments":
                 ]
             },
             "yes",
+        ),
+        (
+            "/v1/responses",
+            {
+                "output": [
+                    {"type": "message", "content": [{"type": "output_text", "text": "I look."}]},
+                    {"type": "function_call", "name": "f"},
+                ]
+            },
+            '[{"type": "function_call", "name": "f"}]',
         ),
         ("/v1/chat/completions", {"choices": []}, None),
         ("/v1/completions", {}, None),

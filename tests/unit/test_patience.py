@@ -17,6 +17,7 @@ from echo_views import (
 from batchrun.scheduling.echo import EchoOptions, EchoPolicy
 from batchrun.scheduling.online_queue import ArrivalOrder
 from batchrun.scheduling.patience import MAX_LOOKED_AT, OVERTAKEN_S, Patience
+from batchrun.scheduling.policies import make_policy
 from batchrun.scheduling.view import EngineView, Plan, RequestView
 
 RESERVED = 60
@@ -84,6 +85,25 @@ def test_a_row_for_which_calls_leave_no_room_holds_up_nobody() -> None:
 
     assert planned(0.0, 2) == ["row 2"]
     assert planned(OVERTAKEN_S + 0.5, 3) == ["row 3"]
+
+
+@pytest.mark.parametrize("name", ["echo", "bs+e"])
+@pytest.mark.parametrize("prompt", [90, 5_000])
+def test_none_with_an_adapter_comes_in_behind_it_while_rows_that_run_hold_its_own(
+    name: str, prompt: int
+) -> None:
+    policy, other = make_policy(name), row("other", rank=1, lora_id=2)
+    running = decoding_row("row 0", rank=0, lora_id=1)
+    assert policy is not None
+
+    def planned(since_s: float, rank: int) -> list[str]:
+        base = row("base", prompt=prompt, rank=4)
+        waiting = [other, row(f"row {rank}", rank=rank, lora_id=1), base]
+        engine = view(running=[running], waiting=waiting, max_loras=1, now_s=NOW_S + since_s)
+        return names(policy.plan(engine).admit)
+
+    assert planned(0.0, 2) == ["row 2", "base"]
+    assert planned(OVERTAKEN_S + 0.5, 3) == ["base"]
 
 
 def overdue(

@@ -7,13 +7,18 @@ from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
+from estimator_builders import write_profile
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
+from batchrun.daemon.plugin import read_profile
 from batchrun.errors import ConfigError, InputError
 from batchrun.simulator.cluster import EnginePlan
-from batchrun.simulator.planner.colocation import JobTokens, TokenCurve, ends_s
+from batchrun.simulator.offline_jobs import JobShape, JobTerms, job_of_shape
+from batchrun.simulator.planner.colocation import JobTokens, TokenCurve, ends_s, fitting
 from batchrun.simulator.planner.fleet import Attainment, context_tokens
 from batchrun.simulator.planner.kinds import EngineKind, SloTarget, check_kinds, parse_kind
 from batchrun.simulator.planner.search import FINE_ENGINES, sizes, smallest
@@ -131,12 +136,25 @@ def test_a_kind_may_be_the_manuals_roofline(tmp_path: Path) -> None:
     (tmp_path / "h100.yaml").write_text(f"flop_per_s{ROOFLINE}")
     kind = parse_kind("h100.yaml@3", SLO, tmp_path)
 
-    assert (kind.name, kind.engine.shape.num_blocks) == ("h100", 25_000)
+    shape = kind.engine.shape
+    assert (kind.name, shape.num_blocks) == ("h100", 25_000)
+    assert (shape.token_budget, shape.max_num_seqs) == (8_192, 1_024)
     items = [(500, 500, False)]
     assert kind.engine.law.step_s(items) < 0.7 * EnginePlan().law.step_s(items)
     (tmp_path / "h100.yaml").write_text(f"flop_per_s{ROOFLINE}kv_block: 3\n")
-    with pytest.raises(ConfigError, match=r"h100\.yaml:8: kv_block: unknown key"):
+    with pytest.raises(ConfigError, match=r"h100\.yaml:10: kv_block: unknown key"):
         parse_kind("h100.yaml@3", SLO, tmp_path)
+
+
+def test_a_kind_has_the_limits_of_the_engine_that_was_measured(tmp_path: Path) -> None:
+    path = tmp_path / "engine.json"
+    write_profile(path, block_tokens=16)
+    old = parse_kind("engine.json", SLO, tmp_path).engine.shape
+    path.write_text(replace(read_profile(path), token_budget=8_192, max_running=1_024).to_json())
+    new = parse_kind("engine.json", SLO, tmp_path).engine.shape
+
+    assert (old.token_budget, old.max_num_seqs) == (2_048, 256)
+    assert (new.token_budget, new.max_num_seqs) == (8_192, 1_024)
 
 
 def test_kinds_need_names_of_their_own_and_prices_to_compare() -> None:
@@ -157,3 +175,13 @@ def test_a_context_may_be_longer_than_the_default() -> None:
     assert context_tokens(kind.engine) == 32_768
     assert context_tokens(longer.engine) == 65_536
     assert longer.price == kind.price
+
+
+def test_rows_left_out_are_nobodys_prefix() -> None:
+    job = job_of_shape("docs", JobShape(2, (256, 256), (3, 3), output_tokens=(4, 4)), 0, JobTerms())
+    job.num_output_tokens[job.order.rows[3]] = 40_000
+    kept = fitting(job, EnginePlan())
+
+    assert job.order.shared_chunks.tolist() == [0, 1, 1, 0, 1, 1]
+    assert kept.order.shared_chunks.tolist() == [0, 1, 1, 0, 1]
+    assert np.array_equal(kept.order.rows, np.delete(job.order.rows, 3))

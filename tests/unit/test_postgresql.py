@@ -59,6 +59,18 @@ def store(url: str) -> Iterator[Store]:
     opened.close()
 
 
+def test_a_database_is_known_by_every_name_and_is_no_other(
+    postgres: PostgresServer, store: Store, url: str
+) -> None:
+    again = open_store(url.replace("127.0.0.1", "localhost"))
+    other = open_store(postgres.new_store())
+
+    assert again.name != store.name
+    assert again.identity() == store.identity() != other.identity()
+    again.close()
+    other.close()
+
+
 def test_first_opens_at_the_same_time_make_one_store(postgres: PostgresServer) -> None:
     url = postgres.new_database()
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from itertools import combinations
 from random import Random
+from typing import Any
 
 import pytest
 from echo_views import (
@@ -24,6 +26,7 @@ from batchrun.estimator.step_time import LinearModel
 from batchrun.scheduling.echo import EchoOptions, EchoPolicy
 from batchrun.scheduling.on_time import (
     AGED_BOUNDS,
+    LinePace,
     OnTimeOrder,
     most_on_time,
     most_valued_on_time,
@@ -180,6 +183,18 @@ def test_the_first_token_of_a_call_with_an_end_leaves_its_answer_time() -> None:
     assert first_due_s(engine, call(), 0.05) == pytest.approx(NOW_S + 1.0)
 
 
+@pytest.mark.parametrize("jct_s", [60.0, 5.0])
+def test_an_end_that_steps_are_paced_for_makes_no_call_late(jct_s: float) -> None:
+    queue = OnTimeOrder()
+    bounds: dict[str, Any] = {"slo_ttft_s": 10.0, "slo_tpot_s": 0.2, "slo_jct_s": jct_s}
+    report = call("report", output=2_000, **bounds)
+    engine = view(waiting=[report, waiting("chat", tokens=99, ttft_s=9.0)])
+
+    assert first_due_s(engine, report, math.inf) == pytest.approx(report.arrival_at_s + 10.0 / 3)
+    assert order_by(queue, engine) == ["report", "chat"]
+    assert queue.num_left_out == 0
+
+
 def test_room_that_prompts_in_the_middle_will_take_is_not_given_away() -> None:
     begun = prefilling_call("begun", left=90, prompt=99)
     decoding = decoding_call("decoding", due_in_s=0.0001)
@@ -298,6 +313,14 @@ def test_a_long_line_for_room_that_others_hold_ages_nobody_early() -> None:
     engine = view(waiting=[*line, fresh], free_blocks=11, now_s=NOW_S + 40)
 
     assert names(policy.plan(engine).admit) == ["fresh"]
+
+
+def test_a_pause_in_which_no_step_is_planned_is_no_waiting_in_line() -> None:
+    line = LinePace()
+    for now_s in (0.0, 1.0, 3_600.0, 3_601.0):
+        line.saw(now_s, 1, do_wait=True)
+
+    assert line.seconds_each == pytest.approx(0.5, rel=0.1)
 
 
 def test_calls_of_other_adapters_wait_for_an_aged_call_that_lacks_its_own() -> None:

@@ -191,7 +191,7 @@ async def test_figures_have_no_eta_while_offline_work_is_off(store: Store, tmp_p
     dispatcher = followed.daemon.dispatcher
     dispatcher.assigner.join(make_tree_job("due", ["a"] * 1_500), deadline_at=None)
     for _ in range(600):
-        dispatcher.assigner.turns._capacity.completions.add(1.0, 1_000.0)
+        dispatcher.assigner.turns._pools[0].capacity.completions.add(1.0, 1_000.0)
     try:
         assert "batchrun_job_eta_seconds{" in followed.metrics()
         dispatcher.is_offline_on = False

@@ -70,6 +70,16 @@ def test_right_fields_templates_and_those_of_other_engines_pass() -> None:
     assert list(field_problems(CHAT, right)) == []
 
 
+def test_templates_within_a_field_pass() -> None:
+    tools = ["{{ tool }}", {"type": "function", "function": "{{ text | fromjson }}"}]
+    schemas = ["{{ form }}", {"name": "x", "schema": "{{ schema }}"}]
+    forms = [{"type": "json_schema", "json_schema": each} for each in schemas]
+
+    for form in ({"type": "{{ kind }}"}, *forms):
+        request: dict[str, Any] = {"tools": tools, "response_format": form}
+        assert list(field_problems(CHAT, request)) == []
+
+
 @pytest.mark.parametrize(
     ("endpoint", "module", "name"),
     [

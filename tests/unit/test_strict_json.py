@@ -110,6 +110,14 @@ def check(outcome: Outcome) -> Outcome:
     return asyncio.run(checked_answer(CHAT, body, outcome))
 
 
+@pytest.mark.parametrize("kind", [["json_object"], {"json_object": 1}])
+def test_a_format_that_is_no_text_asks_for_no_json(kind: object) -> None:
+    outcome = answer("hi")
+    body = {"response_format": {"type": kind}}
+
+    assert asyncio.run(checked_answer(CHAT, body, outcome)) is outcome
+
+
 def test_a_trap_in_an_answer_is_its_row_s_error() -> None:
     outcome = answer(TRAP.decode())
 

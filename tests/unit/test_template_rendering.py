@@ -151,11 +151,24 @@ def test_messages_lose_the_nulls_that_parquet_gives_them() -> None:
     messages = [
         {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "type": None}]},
         {"role": "user", "content": [{**part, "image_url": None}], "name": "n", "refusal": None},
+        {"role": "user", "content": [{"type": "x", "x": {"url": "u", "detail": None}}]},
     ]
     assert template.render({"messages": messages}, row_number=0)["messages"] == [
         {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]},
         {"role": "user", "content": [part], "name": "n"},
+        {"role": "user", "content": [{"type": "x", "x": {"url": "u"}}]},
     ]
+
+
+def test_items_lose_such_nulls_and_what_a_call_is_given_keeps_its_own() -> None:
+    spec = make_spec(endpoint="/v1/responses", input={"path": "/a.parquet", "input": "{{ q }}"})
+    call = {"type": "function_call", "arguments": {"since": None}}
+    said = {"role": "user", "content": "a"}
+    row = {"q": [{**call, "role": None, "content": None}, {**said, "arguments": None}]}
+
+    body = RequestTemplate(spec, ["q"], model="m").render(row, row_number=0)
+
+    assert body["input"] == [call, said]
 
 
 def test_text_without_end_is_stopped() -> None:
@@ -218,6 +231,19 @@ def image_url_of(template: RequestTemplate, value: object) -> str:
     return str(parts[1]["image_url"]["url"])
 
 
+def test_an_image_is_a_part_as_its_endpoint_has_it() -> None:
+    content = [{"image": {"column": "image", "detail": "low"}}]
+    url = "http://a/b.png"
+    parts: dict[str, object] = {
+        "/v1/responses": {"type": "input_image", "detail": "low", "image_url": url},
+        "/v1/embeddings": {"type": "image_url", "image_url": {"url": url, "detail": "low"}},
+    }
+    for endpoint, part in parts.items():
+        spec = make_spec(endpoint=endpoint, input={"path": "/a.csv", "input": user(content)})
+        body = RequestTemplate(spec, ["image"], model="m").render({"image": url}, row_number=0)
+        assert body["input"] == user([part])
+
+
 @pytest.mark.parametrize("form", ["path", "bytes", "struct of bytes", "struct of path"])
 def test_an_image_column_becomes_a_data_url(tmp_path: Path, form: str) -> None:
     (tmp_path / "a.png").write_bytes(PNG)
@@ -253,6 +279,9 @@ def test_an_image_of_a_cached_data_set_is_a_link_to_its_blobs(tmp_path: Path) ->
         ("../secret.png", "outside the folder"),
         ("/etc/passwd", "outside the folder"),
         ("link.png", "outside the folder"),
+        ("loop.png", "circle|no such file"),
+        ("iVBOR" + "A" * 300, "cannot be read: File name too long"),
+        ("/9j/" * 1_025, "is no path; base64 needs data:image/"),
         ("absent.png", "no such file"),
         ("notes.txt", "of no known format"),
         (b"?", "of no known format"),
@@ -266,6 +295,7 @@ def test_images_stay_within_the_folder_of_the_input(
     folder.mkdir()
     (tmp_path / "secret.png").write_bytes(PNG)
     (folder / "link.png").symlink_to(tmp_path / "secret.png")
+    (folder / "loop.png").symlink_to("loop.png")
     (folder / "notes.txt").write_text("no image")
     with pytest.raises(RowRenderError, match=problem):
         image_url_of(image_template(folder), value)
@@ -292,6 +322,7 @@ def test_the_body_of_a_batch_row_is_taken_as_it_is() -> None:
     [
         {"body": {"stream": True}},
         {"body": {"use_beam_search": True}},
+        {"body": {"background": True}},
         {"body": "text"},
         {"method": "GET"},
         {"url": "/v1/embeddings"},

@@ -62,6 +62,9 @@ FORMATS = {
     "mooncake": (MOONCAKE, TraceFormat.MOONCAKE),
     "servegen": (SERVEGEN, TraceFormat.SERVEGEN),
     "rates": (RATES, TraceFormat.RATES),
+    "a table's rates": ('\ufeff"time_s","rate_per_s"\n"0","2"\n"60","2"\n', TraceFormat.RATES),
+    "mooncake with a mark": ("\ufeff" + MOONCAKE, TraceFormat.MOONCAKE),
+    "a table of servegen": ("\ufeff" + SERVEGEN, TraceFormat.SERVEGEN),
 }
 
 
@@ -144,6 +147,17 @@ def test_rates_are_drawn_as_written(tmp_path: Path) -> None:
     assert gaps_s.std() / gaps_s.mean() == pytest.approx(3, rel=0.15)
     assert set(calm.num_prompt_tokens) == {100} and set(calm.num_output_tokens) == {10}
     assert set(busy.num_prompt_tokens) == {200} and len(set(busy.num_output_tokens)) > 20
+
+
+def test_rates_begin_at_0_whatever_their_clock(tmp_path: Path) -> None:
+    path = write(tmp_path, "time_s,rate_per_s\n1760000000,2\n1760003600,2\n")
+    late = SERVEGEN.replace("1200,", "1800,").replace("600,", "1500,", 1).replace("0,0", "900,0", 1)
+    clients = write(tmp_path, tar_of(a=SERVEGEN.replace("0,0,0", "300,0,0", 1), b=late), "clients")
+    trace = read_trace(path)
+
+    assert (trace.duration_s, trace.arrival_s[0] < 60) == (7_200, True)
+    assert [each.edges_s[0] for each in read_rates(clients)] == [0, 600]
+    assert read_trace(clients, drawing=Drawing(to_s=400)).duration_s == 400
 
 
 def test_rates_are_cut_scaled_and_drawn_from_a_trace(tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ from batchrun.control.client import DIRECT, DaemonClient
 from batchrun.control.starting import LOOK_WAIT_S, describe_silence, read_deployment
 from batchrun.daemon.plugin import profile_path
 from batchrun.daemon.supervisor import check_gateway_port, default_port, engine_python
+from batchrun.engine.client import normalise_url
 from batchrun.engine.command import check_model, check_port_free, find_vllm, has_gpu, install_engine
 from batchrun.engine.tiny_model import build_tiny_model
 from batchrun.engine.tiny_vision_model import build_tiny_vision_model
@@ -425,12 +426,13 @@ def _vllm(name: str, python: Path, *, is_named: bool) -> Finding:
 
 
 def _check_answers(url: str) -> None:
-    """Raises EngineError when no engine answers at `url`."""
+    """Raises EngineError when no engine answers at `url`, ConfigError where that is none."""
+    health = f"{normalise_url(url)}/health"
     try:
-        with DIRECT.open(f"{url.rstrip('/')}/health", timeout=ATTACHED_WAIT_S):
+        with DIRECT.open(health, timeout=ATTACHED_WAIT_S):
             return
     except (OSError, ValueError) as error:
-        raise EngineError(f"nothing answers at {url}/health ({error})") from error
+        raise EngineError(f"nothing answers at {health} ({error})") from error
 
 
 def _checked(name: str, detail: str, check: Callable[[], None], mend: str | None = None) -> Finding:

@@ -30,9 +30,9 @@ from batchrun.errors import DaemonUnavailableError, InputError
 from batchrun.files import StoreLock
 from batchrun.home import Home
 from batchrun.jobs.spec import MAX_WEIGHT, MIN_WEIGHT
-from batchrun.keys import UsageFile, digest, new_key
+from batchrun.keys import digest, new_key
 from batchrun.quantities import parse_duration_s
-from batchrun.server.api.key_list import HEARD_S, KeyList, limits_in
+from batchrun.server.api.key_list import HEARD_S, KeyList, asks_for_none, limits_in, online_usage
 from batchrun.store import api_keys, files
 from batchrun.store.database import open_store
 from batchrun.store.jobs import Counts
@@ -214,10 +214,8 @@ def list_keys(
     keys: list[dict[str, Any]] = []
     defaults = limits_in(read_deployment(config))
     if home.has_store:
-        with (
-            closing(open_store(home.store_location)) as store,
-            closing(UsageFile(home.key_usage)) as online,
-        ):
+        with closing(open_store(home.store_location)) as store:
+            online = online_usage(store, home.key_usage)
             used, stored = api_keys.usage(store), files.stored_by_owner(store, now_s=time.time())
             for key in api_keys.list_all(store):
                 batches = used.get(key.id, api_keys.KeyUsage(0, Counts()))
@@ -232,9 +230,11 @@ def list_keys(
                     "batches": batches.num_batches,
                     "usage": asdict(batches.counts),
                     "stored_bytes": stored.get(key.id, 0),
-                    "online": asdict(online.read(key.seq)),
+                    "online": asdict(online[key.seq]),
                 })
-    shown: RenderableType = "no keys: nobody is asked for one"
+    shown: RenderableType = "no keys any more: nobody is let in until `keys create` makes one"
+    if asks_for_none(home.api_keys):
+        shown = "no keys; from the first one on, every call needs one"
     if keys:
         shown = columns(
             "id", "name", "role", "class", "limits", "bytes stored", "batches", "their tokens",

@@ -51,10 +51,8 @@ class Leadership(NamedTuple):
 
     def may_follow(self, other: Leadership) -> bool:
         """Whether a daemon may take an agent over from the other, which is there: not where that
-        one has led since, nor from one with a store of its own. A database may have two names."""
-        if self.store == other.store:
-            return self.term >= other.term
-        return not (self.store.startswith(OWN) and other.store.startswith(OWN))
+        one has led since, nor from one of another store, whose end it waits for."""
+        return self.store == other.store and self.term >= other.term
 
     def was_succeeded_by(self, other: Leadership) -> bool:
         """Whether the other has led since on the same database."""

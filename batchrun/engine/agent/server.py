@@ -415,9 +415,9 @@ class Agent:
             self._num_calls -= is_work
 
     async def _pass_on(self, request: web.Request) -> web.StreamResponse:
-        """A call for the engine. Calls come in while the agent drains, but for new work."""
+        """A call for the engine. An agent that drains takes no new work, and is not healthy."""
         assert self._session is not None
-        if self._is_draining and request.method == "POST":
+        if self._is_draining and (request.method == "POST" or request.path == "/health"):
             raise web.HTTPServiceUnavailable(text="draining\n", headers=NO_ENGINE)
         headers = end_to_end(request.headers)
         if self._engine.client.api_key is not None:

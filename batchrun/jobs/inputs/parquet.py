@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from batchrun.errors import DataError
@@ -55,15 +56,14 @@ class ParquetInput(InputFile):
     def schema(self, columns: Sequence[str]) -> pa.Schema:
         """The file's own types of `columns`, of categories that of their values; DataError for a
         type that cannot be used."""
-        own = [self._file.schema_arrow.field(name) for name in columns]
-        fields = [field.with_type(with_leaves(_without_view(field.type), _value)) for field in own]
+        fields = _plain(self._file.schema_arrow.field(name) for name in columns)
         for field in fields:
             if not _is_usable(field.type):
                 raise DataError(
                     f"{self.path}: column {field.name!r} has type {field.type}, which cannot be "
                     "used; convert it to text, numbers, lists or structs"
                 )
-        return pa.schema(fields)
+        return fields
 
     def check_fits(self, schema: pa.Schema) -> None:
         """Raises DataError where columns cannot have these types; reads those that have others."""
@@ -153,7 +153,8 @@ class ParquetInput(InputFile):
             batches = self._file.iter_batches(
                 batch_size=batch_rows, row_groups=[group], columns=list(columns), use_threads=False
             )
-            yield from map(_without_views, batches)
+            for batch in batches:
+                yield from _plain_parts(batch, max_bytes)
 
     def _batch_rows(self, group: int, columns: Sequence[str], max_bytes: int) -> int:
         """Rows per batch so that one decodes to about `max_bytes`."""
@@ -178,8 +179,9 @@ class ParquetInput(InputFile):
                 ),
                 None,
             )
-        if sample is not None and sample.num_rows:
-            row_bytes = max(row_bytes, sample.nbytes / sample.num_rows)
+            if sample is not None and sample.num_rows:
+                num_bytes = sum(part.nbytes for part in _plain_parts(sample, BATCH_BYTES))
+                row_bytes = max(row_bytes, num_bytes / sample.num_rows)
         return float(row_bytes)
 
     def _encoded_bytes(self, group: int, columns: Sequence[str]) -> int:
@@ -254,6 +256,34 @@ def _without_view(kind: pa.DataType) -> pa.DataType:
 
 def _value(kind: pa.DataType) -> pa.DataType:
     return kind.value_type if pa.types.is_dictionary(kind) else kind
+
+
+def _plain(fields: Iterable[pa.Field]) -> pa.Schema:
+    """The fields with text where Arrow has views of it, or categories."""
+    return pa.schema([f.with_type(with_leaves(_without_view(f.type), _value)) for f in fields])
+
+
+def _plain_parts(batch: pa.RecordBatch, max_bytes: int) -> Iterator[pa.RecordBatch]:
+    """The batch as `_plain` has it, cut where that grows: many rows may have one long category."""
+    schema, half = _plain(batch.schema), batch.num_rows // 2
+    if schema == batch.schema:
+        yield batch
+    elif half and sum(map(_category_bytes, batch.columns)) > max_bytes:
+        yield from _plain_parts(batch.slice(0, half), max_bytes)
+        yield from _plain_parts(batch.slice(half), max_bytes)
+    else:
+        yield batch.cast(schema)
+
+
+def _category_bytes(column: pa.Array) -> int:
+    """Bytes of the text that the categories in a column stand for."""
+    if pa.types.is_dictionary(column.type):
+        sizes = pc.binary_length(column.dictionary)
+        return int(pc.sum(sizes.take(column.indices)).as_py() or 0)
+    if pa.types.is_struct(column.type):
+        return sum(map(_category_bytes, column.flatten()))
+    is_list = isinstance(column, pa.ListArray | pa.LargeListArray | pa.FixedSizeListArray)
+    return _category_bytes(column.flatten()) if is_list else 0
 
 
 def _without_views(batch: pa.RecordBatch) -> pa.RecordBatch:

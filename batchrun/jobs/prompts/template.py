@@ -13,8 +13,8 @@ from batchrun.files import is_url
 from batchrun.jobs.inputs.input_data import BATCH_COLUMNS, no_column
 from batchrun.jobs.inputs.rows import Row
 from batchrun.jobs.job_file import CONTENT_KEYS, content_template, find_problems, unescaped
-from batchrun.jobs.prompts.templating import Compiler, Renderer, make_environment
-from batchrun.jobs.request_fields import BEAM_SEARCH
+from batchrun.jobs.prompts.templating import Compiler, Renderer
+from batchrun.jobs.request_fields import IMPOSSIBLE
 from batchrun.jobs.spec import JobSpec
 from batchrun.media.images import IMAGE_CODE, ImageError, check_media
 from batchrun.types import RowError
@@ -62,7 +62,7 @@ class RequestTemplate:
             return
         for key, problem in find_problems(spec):
             raise JobSpecError(f"{spec.where(key)}: {problem}")
-        compiler = Compiler(make_environment(), columns, _image_folders(spec.input.path))
+        compiler = Compiler(spec.endpoint, columns, _image_folders(spec.input.path))
         content_key = CONTENT_KEYS[spec.endpoint]
         content = content_template(spec)
         if content is None:
@@ -98,8 +98,8 @@ class RequestTemplate:
         body: Row = {"model": self._model}
         for name, render in self._fields.items():
             body[name] = render(row)
-        if isinstance(messages := body.get("messages"), list):
-            body["messages"] = [*map(_without_nulls, messages)]
+        key = CONTENT_KEYS[self._endpoint]
+        body[key] = _without_nulls(body[key])
         _refuse_empty(body)
         return body
 
@@ -113,20 +113,26 @@ class RequestTemplate:
             raise ValueError(f"'url' is {row['url']!r} but the job's endpoint is {self._endpoint}")
         if body.get("stream"):
             raise ValueError("'stream' must not be set in a batch")
-        _refuse_beams(body)
+        _refuse_impossible(body)
         if body.get("model") in {None, "default"}:
             return {**body, "model": self._model}
         return body
 
 
-def _without_nulls(message: object) -> object:
-    """Without the keys that it has in Parquet as others have them, and in its parts and calls."""
-    if not isinstance(message, dict):
-        return message
+_AS_GIVEN = frozenset({"arguments", "input_schema", "parameters"})
+"""Keys of calls and tools below which null may have a meaning."""
+
+
+def _without_nulls(value: object) -> object:
+    """Without the keys that messages, their parts and calls have in Parquet as others have them."""
+    if isinstance(value, list):
+        return [*map(_without_nulls, value)]
+    if not isinstance(value, dict):
+        return value
     return {
-        key: [*map(_without_nulls, value)] if isinstance(value, list) else value
-        for key, value in message.items()
-        if value is not None or key == "content"
+        key: item if key in _AS_GIVEN else _without_nulls(item)
+        for key, item in value.items()
+        if item is not None or (key == "content" and value.get("role"))
     }
 
 
@@ -151,13 +157,14 @@ def _image_folders(paths: Sequence[str]) -> list[Path]:
     return list(folders)
 
 
-def _refuse_beams(body: Mapping[str, object]) -> None:
-    if body.get("use_beam_search"):
-        raise ValueError(f"'use_beam_search' {BEAM_SEARCH}")
+def _refuse_impossible(body: Mapping[str, object]) -> None:
+    for name, why in IMPOSSIBLE.items():
+        if body.get(name):
+            raise ValueError(f"{name!r} {why}")
 
 
 def _refuse_empty(body: Mapping[str, object]) -> None:
-    _refuse_beams(body)
+    _refuse_impossible(body)
     if "messages" in body:
         _refuse_empty_messages(body["messages"])
         return

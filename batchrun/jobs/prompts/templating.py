@@ -41,17 +41,19 @@ def image_url(value: object, folders: Sequence[Path]) -> str:
         raise ImageError("the image column holds neither a path nor bytes")
     if value.startswith(("data:", "http://", "https://")):
         return value
-    path = _confined(value, folders)
     try:
-        with path.open("rb") as file:
+        with _confined(value, folders).open("rb") as file:
             return data_url(file.read(IMAGE_LIMIT_BYTES + 1))
-    except OSError as failure:
-        raise ImageError(f"image {shortened(value)!r} cannot be read: {failure.strerror}") from None
+    except (OSError, RuntimeError) as failure:
+        why = getattr(failure, "strerror", "its links lead in a circle")
+        raise ImageError(f"image {shortened(value)!r} cannot be read: {why}") from None
     except ImageError as problem:
         raise ImageError(f"image {shortened(value)!r}: {problem}") from None
 
 
 def _confined(name: str, folders: Sequence[Path]) -> Path:
+    if len(name) > _MAX_PATH_CHARS:
+        raise ImageError("is no path; base64 needs data:image/...;base64, before it")
     outside = True
     for folder in folders:
         root = folder.resolve()
@@ -61,8 +63,8 @@ def _confined(name: str, folders: Sequence[Path]) -> Path:
             if path.is_file():
                 return path
     if outside:
-        raise ImageError(f"image {shortened(name)!r} lies outside the folder of the input file")
-    raise ImageError(f"image {shortened(name)!r}: no such file beside the input file")
+        raise ImageError("lies outside the folder of the input file")
+    raise ImageError("no such file beside the input file")
 
 
 def _is_cached(path: Path, folder: Path) -> bool:
@@ -75,6 +77,7 @@ def _is_cached(path: Path, folder: Path) -> bool:
 TEXT_LIMIT_CHARS = 64 << 20
 """Longest text that a template may produce."""
 
+_MAX_PATH_CHARS = 4_096
 _SIZED = (str, bytes, list, tuple)
 
 
@@ -234,12 +237,11 @@ class Compiler:
     """Turns template values into renderers and notes which columns each key uses, and whether
     what was compiled so far may name images: text alone cannot."""
 
-    def __init__(
-        self, environment: JobEnvironment, columns: Iterable[str], folders: Sequence[Path]
-    ) -> None:
-        self._environment = environment
+    def __init__(self, endpoint: str, columns: Iterable[str], folders: Sequence[Path]) -> None:
+        self._endpoint = endpoint
+        self._environment = make_environment()
         for name in columns:
-            environment.globals.pop(name, None)
+            self._environment.globals.pop(name, None)
         self._folders = tuple(folders)
         self.columns_by_key: dict[str, frozenset[str]] = {}
         self.may_name_media = False
@@ -295,6 +297,8 @@ class Compiler:
 
         def render(row: Values) -> object:
             url = image_url(row[column], self._folders)
+            if self._endpoint == "/v1/responses":
+                return {"type": "input_image", "detail": "auto", "image_url": url, **detail}
             return {"type": "image_url", "image_url": {"url": url, **detail}}
 
         return render

@@ -40,8 +40,8 @@ def every_row(
 
 
 def response_text(endpoint: str, body: bytes) -> str | None:
-    """The answer in an engine's reply: the text of choice 0, tool calls as JSON text when there
-    is no text, an embedding as a JSON list. None when the reply holds no answer."""
+    """The answer in an engine's reply: the tool calls of choice 0 as JSON text, or else its text,
+    or an embedding as a JSON list. None when the reply holds no answer."""
     try:
         reply = parse_reply(body)
     except ValueError:
@@ -79,9 +79,7 @@ def _choice_text(choice: Mapping[str, object]) -> str | None:
     message = choice.get("message")
     if not isinstance(message, Mapping):
         return _text(choice.get("text"))
-    content = message.get("content")
-    if not content and message.get("tool_calls"):
-        content = message["tool_calls"]
+    content = message.get("tool_calls") or message.get("content")
     is_text = content is None or isinstance(content, str)
     return _text(content) if is_text else json.dumps(content, ensure_ascii=False)
 
@@ -106,10 +104,10 @@ def _responses_text(reply: Mapping[str, object]) -> str | None:
         for part in item["content"]
         if isinstance(part, Mapping) and (text := _text(part.get("text"))) is not None
     ]
-    if texts:
-        return "".join(texts)
     calls = [dict(item) for item in outputs if item.get("type") == "function_call"]
-    return json.dumps(calls, ensure_ascii=False) if calls else None
+    if calls:
+        return json.dumps(calls, ensure_ascii=False)
+    return "".join(texts) if texts else None
 
 
 def _text(value: object) -> str | None:

@@ -78,10 +78,11 @@ class KeySubmission(_Strict):
 
 
 class NewWork(_Strict):
-    """What a job would compute, and its share among others."""
+    """What a job would compute, of which model, and its share among others."""
 
     computed_tokens: Annotated[int, Field(ge=0, le=1 << 60)]
     weight: Weight = 1.0
+    model: str = DEFAULT_MODEL
 
 
 class CallsWanted(_Strict):
@@ -228,15 +229,16 @@ def _add_jobs(control: APIRouter, daemon: Daemon, status: Status) -> None:
 
     @control.post("/foretell")
     async def predict(work: NewWork) -> dict[str, object]:
-        turns, waiting = daemon.dispatcher.assigner.turns, daemon.dispatcher.waiting
-        tokens_per_s, seen_s = turns.pace
-        completion = turns.predict(work.weight, work.computed_tokens, waiting)
+        assigner, waiting = daemon.dispatcher.assigner, daemon.dispatcher.waiting
+        turns, (pool, slots) = assigner.turns, assigner.pool_of(work.model)
+        tokens_per_s, seen_s = turns.pace(pool)
+        completion = turns.predict(work.weight, work.computed_tokens, waiting, pool)
         return {
             "eta": None if completion is None else completion._asdict(),
             "computed_tokens_per_s": tokens_per_s,
             "seen_s": seen_s,
             "num_running_jobs": len(daemon.dispatcher.jobs),
-            "num_engines": max(1, sum(slot.is_usable for slot in daemon.slots)),
+            "num_engines": max(1, sum(slot.is_usable for slot in slots)),
         }
 
 

@@ -13,6 +13,7 @@ from collections import deque
 from datetime import datetime
 
 from batchrun.daemon.daemon import Daemon
+from batchrun.daemon.dispatch import may_serve
 from batchrun.daemon.job import ActiveJob
 from batchrun.daemon.writer import Stage
 from batchrun.estimator.tide import DAY, KEPT, MINUTE_S, course_of_day, minutes_to_cheap_time
@@ -95,13 +96,15 @@ class CheapStarts:
         stages[job.id] = Stage(f"waits for cheap hours, about {at}")
 
     def _minutes_to_wait(self, job: ActiveJob) -> int:
-        """None while nobody knows how fast an engine is or how long answers are; one while no
-        engine is there. All work that is due no later has to be done besides. A job that runs and
-        has hardly any rows left ends."""
+        """None while nobody knows a whole day, how fast an engine is or how long answers are, and
+        where no engine is to have the model; one while such an engine is not there yet. All work
+        that is due no later has to be done besides. A job that runs and has hardly any rows left
+        ends."""
         slots = [each for each in self._daemon.slots if each.is_usable and each.serves(job.model)]
         known = [slot.load.speed for slot in slots if slot.load.is_speed_known]
         if not known:
-            return 0 if slots else 1
+            may_come = may_serve(self._daemon.slots, job.model)
+            return 0 if self._day is None or slots or not may_come else 1
         speed = sum(known) / len(known) * len(slots)
         runs = job.id not in self._daemon.dispatcher.waiting and job.queue.num_in_flight > 0
         if not job.knows_answers or (runs and job.left_work_s < LAST_S * speed):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from batchrun.daemon.daemon import Daemon
 from batchrun.daemon.engine_link import Slot
 from batchrun.daemon.supervisor import Supervisor
-from batchrun.daemon.view import MOST_ENDED, view_engine, view_job
+from batchrun.daemon.view import MOST_ENDED, view_engine, view_job, with_deadline
 from batchrun.engine.engine import AttachedEngine
 from batchrun.errors import StoreLockedError, StoreUnreachableError
 from batchrun.pool.pace import Completion
@@ -171,7 +171,7 @@ class Status:
         stage = self.daemon.stages.get(record.id)
         is_waiting = record.id in self.daemon.dispatcher.waiting
         view = view_job(
-            record,
+            with_deadline(record, self.daemon.timeouts.job),
             counts,
             active=active,
             predicted=(

@@ -173,7 +173,7 @@ async def _stand_by(
     ended = catch_signals()
     figures = GatewayFigures(_local_url(deployment.listen), server.gateway_key)
     tells = keep_reporting(keys.store, _name_of(home), figures)
-    standby = Standby(keys.store, lock, supervisor, keys)
+    standby = Standby(keys.store, lock, supervisor, keys, deployment.timeouts.job)
     work = asyncio.create_task(standby.run(server, home, tells))
     waited: set[asyncio.Future[Any]] = {ended, work}
     await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
@@ -354,6 +354,7 @@ def _daemon(
         kept_in=home.kept_rows,
         timeouts=deployment.timeouts,
         name=_name_of(home),
+        first_model=deployment.first_model_of(deployment.engines[0]),
         gateway=deployment.gateway_for_others,
     )
 

@@ -31,6 +31,13 @@ AGENT_BACK_S = 60.0
 """An agent that begins anew is silent for no longer."""
 PLACED_S = 300.0
 """Ray has placed a replica anew, and its agent answers, within so long."""
+TOLD_S = 60.0
+"""An engine that is there says within so long which models it has."""
+COMING = frozenset({EnginePhase.STARTING, EnginePhase.RESTARTING})
+ALONE = (
+    "not restarted, for each alone has its model: {}; use `batchrun down` and `batchrun up`, or"
+    " restart an agent where it runs"
+)
 
 
 @dataclass(slots=True)
@@ -47,6 +54,8 @@ class Rolling:
     reread: Callable[[], Deployment]
     told: list[str] = field(default_factory=list)
     failure: str | None = None
+    _alone: list[str] = field(default_factory=list)
+    _before: dict[str, frozenset[str]] = field(default_factory=dict)
     _beginning: asyncio.Lock = field(default_factory=asyncio.Lock)
     _running: asyncio.Task[None] | None = None
 
@@ -65,7 +74,9 @@ class Rolling:
             settings = self._settings(deployment)
             specs = await asyncio.to_thread(self.fleets.reread, deployment)
             await asyncio.to_thread(build_model, deployment, self.home)
-            self.told, self.failure = [], None
+            self.told, self.failure, self._alone = [], None, []
+            slots = self.daemon.slots
+            self._before = {slot.engine.name: frozenset(slot.models or ()) for slot in slots}
             self._running = asyncio.create_task(self._roll(settings | specs, drain_s))
 
     def _settings(self, deployment: Deployment) -> dict[str, ManagedSettings | ReplicaSpec]:
@@ -91,7 +102,7 @@ class Rolling:
         self, settings: Mapping[str, ManagedSettings | ReplicaSpec], drain_s: float
     ) -> None:
         try:
-            for slot in self.daemon.slots:
+            for slot in sorted(self.daemon.slots, key=_serves):
                 new = settings.get(slot.engine.name)
                 if isinstance(new, ReplicaSpec) and not _has_agent(slot):
                     self.fleets.prepare(slot.engine.name, new)
@@ -102,7 +113,7 @@ class Rolling:
                     continue
                 await self._restart(slot, new, drain_s)
         except BatchrunError as error:
-            self.failure = str(error)
+            self.failure = "; ".join(filter(None, (self.failure, str(error))))
             log.error("the rolling restart ends: %s", error)
         except Exception as error:
             self.failure = f"{type(error).__name__}: {error}; the daemon's log says where"
@@ -112,11 +123,8 @@ class Rolling:
         self, slot: Slot, settings: ManagedSettings | ReplicaSpec | None, drain_s: float
     ) -> None:
         name = slot.engine.name
-        others = [
-            each for each in self.daemon.slots if each is not slot and _share_models(each, slot)
-        ]
-        if others and not any(each.is_usable for each in others):
-            raise EngineError(f"engine {name} runs on: no other engine is ready to take its calls")
+        if not await self._may_leave(slot):
+            return
         begin_draining(slot, ROLLING)
         try:
             self._tell(slot, "gets no more calls and rows")
@@ -138,6 +146,40 @@ class Rolling:
         self._tell(slot, "is ready" if _is_wanted(slot.engine) else "is not wanted any more")
         await asyncio.sleep(GATEWAYS_LEARN_S)
 
+    async def _may_leave(self, slot: Slot) -> bool:
+        """Whether it serves nothing now, or another can take its calls, once that is there. Raises
+        EngineError when none comes."""
+        name, began_s = slot.engine.name, None
+        while _serves(slot):
+            others = [each for each in self.daemon.slots if each is not slot and not each.is_off]
+            others = [each for each in others if self._share_models(each, slot)]
+            if not others:
+                self._tell(slot, "runs on: no other engine has its model")
+                self._alone.append(name)
+                self.failure = ALONE.format(", ".join(self._alone))
+                return False
+            ready = [each for each in others if each.is_usable]
+            if any(each.models is not None for each in ready):
+                return True
+            are_coming = any(each.engine.state in COMING and _has_agent(each) for each in others)
+            if began_s is None:
+                began_s = time.monotonic()
+                self._tell(slot, "waits for another that may have its model")
+            is_late = time.monotonic() - began_s > TOLD_S
+            if not are_coming and (is_late or not ready):
+                raise EngineError(f"engine {name} runs on: no other is ready to take its calls")
+            await asyncio.sleep(LOOK_S)
+        return True
+
+    def _share_models(self, one: Slot, other: Slot) -> bool:
+        """Whether one may take calls of the other: they have a model in common, or had one before
+        either got another. An engine that tells none may have any."""
+        mine, its = self._models_of(one), self._models_of(other)
+        return not (mine and its) or bool(mine & its)
+
+    def _models_of(self, slot: Slot) -> frozenset[str]:
+        return self._before.get(slot.engine.name, frozenset()).union(slot.models or ())
+
     async def _place_anew(self, name: str, spec: ReplicaSpec) -> None:
         try:
             async with asyncio.timeout(PLACED_S):
@@ -153,9 +195,9 @@ class Rolling:
         self.told.append(line)
 
 
-def _share_models(one: Slot, other: Slot) -> bool:
-    """Whether one may take calls of the other; an engine that tells no models may have any."""
-    return not (one.models and other.models) or bool({*one.models} & {*other.models})
+def _serves(slot: Slot) -> bool:
+    """Whether it may have calls: others go first."""
+    return slot.engine.state not in COMING | {EnginePhase.FAILED}
 
 
 async def _restart_here(engine: ManagedEngine, settings: ManagedSettings) -> None:

@@ -130,12 +130,13 @@ class _Seen:
 
 @dataclass(slots=True)
 class Standby:
-    """Waits for `lock`; `keys` are those that the gateway here lets in."""
+    """Waits for `lock`; `keys` are those that the gateway here lets in, `job_s` `timeouts.job`."""
 
     store: Store
     lock: DaemonLock
     supervisor: Supervisor
     keys: KeyList
+    job_s: float | None
     _trouble: str | None = field(default=None)
     _views: dict[str, _Seen] = field(default_factory=dict)
     _unled_until_s: float = -math.inf
@@ -178,7 +179,7 @@ class Standby:
             "engines": view_engines(self.supervisor.slots, GatewayFigures("", "")),
             "fleets": self.supervisor.fleets.view(),
             "felt": [],
-            **await asyncio.to_thread(view_stored, self.store, job),
+            **await asyncio.to_thread(view_stored, self.store, job, self.job_s),
         }
 
     async def job(self, job: str) -> dict[str, object]:

@@ -56,6 +56,7 @@ from batchrun.server.gateway.daemon_calls import (
 from batchrun.server.gateway.dashboard import PREFIX as DASHBOARD
 from batchrun.server.gateway.dashboard import DashboardDoor, check_site, is_dashboard
 from batchrun.server.gateway.envelope import (
+    CLASS_HEADER,
     NO_HEADERS,
     REQUEST_ID,
     LimitError,
@@ -276,7 +277,10 @@ class Gateway:
         # What a caller takes to send its body, and hosts of images to answer, is no engine's time.
         began_s = ReplyUsage.now_s()
         written = read_call_body(request.rel_url.raw_path, body, bounds)
-        if is_flex := isinstance(written, SteeredBody) and written.is_flex:
+        is_flex = isinstance(written, SteeredBody) and written.is_flex
+        if isinstance(written, SteeredBody) and (is_flex or CLASS_HEADER in request.headers):
+            written.check_beams(self._forwarder.balancer.upstreams)
+        if is_flex:
             held.count_as_flex()
         call = _call(
             request,

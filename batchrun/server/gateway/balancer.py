@@ -196,12 +196,11 @@ class Balancer:
             is_unfit = routed.is_offline and not upstream.runs_offline_calls
             return is_down, upstream.is_gone, upstream.is_last_choice, is_unfit
 
-        usable = (
-            each
-            for each in order
-            if not each.is_hung and not self._left_s(self._engines[each], now_s)
-        )
-        return sorted(usable, key=lateness)
+        return sorted((each for each in order if self.takes_calls(each, now_s)), key=lateness)
+
+    def takes_calls(self, upstream: Upstream, now_s: float) -> bool:
+        """Whether the engine neither hangs nor is ejected."""
+        return not upstream.is_hung and not self._left_s(self._engines[upstream], now_s)
 
     def refuse_late(self, *, is_on: bool) -> None:
         """Whether `in_time` tells of late calls. What it learns them from is kept while it does."""

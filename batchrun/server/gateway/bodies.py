@@ -11,7 +11,7 @@ import asyncio
 import json
 import re
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -346,6 +346,9 @@ STEERED_ROUTES = frozenset({"/v1/chat/completions", "/v1/completions", RESPONSES
 """The routes on which vLLM hands `vllm_xargs` to its scheduler."""
 TIER = "service_tier"
 FLEX = "flex"
+BEAMS = "use_beam_search"
+TRUE_WORDS = frozenset({"true", "t", "1", "1.0", "yes", "y", "on"})
+"""What pydantic, and so vLLM, takes for true."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,6 +369,20 @@ class SteeredBody:
         if not self.is_flex:
             return None
         return FLEX if upstream.runs_offline_calls else "default"
+
+    def check_beams(self, upstreams: Iterable[Upstream]) -> None:
+        """Raises RefusalError for a beam search that would lose its class or tier, where one of the
+        engines of its model heeds that."""
+        if str(_value(self.fields.get(BEAMS))).lower() not in TRUE_WORDS:
+            return
+        model = _value(self.fields.get("model"))
+        if any(
+            each.serves(model) and (each.runs_offline_calls if self.is_flex else each.hint_nonce)
+            for each in upstreams
+        ):
+            why = "vLLM asks for each of its tokens anew, as calls before all others"
+            message = f"{BEAMS} is not possible with a class or as flex: {why}"
+            raise RefusalError(400, message, code="invalid_value", param=BEAMS)
 
     def written_for(self, upstream: Upstream) -> bytes:
         """The body as this engine gets it."""

@@ -283,10 +283,11 @@ class Forwarder:
     async def is_any_healthy(self) -> bool:
         """Whether at least one engine that calls may go to answers its health check within 2 s.
 
-        None goes to one of several that was not asked for its models yet, nor to one that hangs.
+        None goes to one of several that was not asked for its models yet, nor to one that hangs or
+        is ejected.
         """
-        upstreams = self.balancer.upstreams
-        asked = [each for each in upstreams if each.models is not None and not each.is_hung]
+        told = [each for each in self.balancer.upstreams if each.models is not None]
+        asked = [each for each in told if self.balancer.takes_calls(each, time.monotonic())]
         return any(await asyncio.gather(*map(self._health, asked)))
 
     async def _health(self, upstream: Upstream) -> bool | None:

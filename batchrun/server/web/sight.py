@@ -10,7 +10,6 @@ import asyncio
 import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -25,10 +24,10 @@ from batchrun.errors import StateError, UnknownJobError
 from batchrun.files import is_url
 from batchrun.home import Home
 from batchrun.jobs.results.batch_files import NO_ANSWER
-from batchrun.keys import UsageFile
 from batchrun.pool.prefix_keys import CHUNK_BYTES
 from batchrun.routing.routers import ROUTERS
 from batchrun.server.api.errors import Caller
+from batchrun.server.api.key_list import asks_for_none, online_usage
 from batchrun.server.api.picture import Status
 from batchrun.server.web.gateway_figures import GatewayFigures
 from batchrun.server.web.history import History, Sample
@@ -311,25 +310,26 @@ class Sight:
         return {"jobs": views, "engines": self._engines()}
 
     async def _keys(self) -> Facts:
-        return {"keys": await asyncio.to_thread(self._read_keys)}
+        keys = await asyncio.to_thread(self._read_keys)
+        return {"keys": keys, "asks_for_none": asks_for_none(self.home.api_keys)}
 
     def _read_keys(self) -> list[Facts]:
         used = api_keys.usage(self.daemon.store)
         nothing = api_keys.KeyUsage(0, jobs.Counts())
-        with closing(UsageFile(self.home.key_usage)) as online:
-            return [
-                {
-                    "id": key.id,
-                    "name": key.name,
-                    "role": key.role,
-                    "slo_class": key.slo_class,
-                    "limits": asdict(key.limits),
-                    "is_revoked": key.revoked_at is not None,
-                    "batches": used.get(key.id, nothing),
-                    "online": online.read(key.seq),
-                }
-                for key in api_keys.list_all(self.daemon.store)
-            ]
+        online = online_usage(self.daemon.store, self.home.key_usage)
+        return [
+            {
+                "id": key.id,
+                "name": key.name,
+                "role": key.role,
+                "slo_class": key.slo_class,
+                "limits": asdict(key.limits),
+                "is_revoked": key.revoked_at is not None,
+                "batches": used.get(key.id, nothing),
+                "online": online[key.seq],
+            }
+            for key in api_keys.list_all(self.daemon.store)
+        ]
 
     def _last(self) -> Sample | None:
         samples = self.history.samples

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import chain
 
 from batchrun.quantities import count, duration, seconds, share
@@ -16,6 +16,7 @@ from batchrun.simulator.planner.colocation import (
     alone_s,
     default_window_s,
     ends_s,
+    fitting,
     in_window,
     offline_day,
     served_tokens,
@@ -101,7 +102,7 @@ class CapacityPlan:
 
 
 def plan_capacity(request: PlanRequest, progress: ProgressSink | None = None) -> CapacityPlan:
-    """Both steps. Raises DataError when a row fits no engine, InputError for an empty trace."""
+    """Both steps, without rows too long for the engines. Raises InputError for an empty trace."""
     loads = tuple(peak_loads(request))
     fleets = [
         size_fleet(loads, kind, request.slo, request.most_engines, progress)
@@ -109,7 +110,8 @@ def plan_capacity(request: PlanRequest, progress: ProgressSink | None = None) ->
     ]
     chosen = _cheapest(fleets)
     while chosen is not None and request.jobs and chosen.is_beside_kept is None:
-        jobs = [in_window(job, 1, 2, chosen.kind.engine) for job in request.jobs]
+        engine = chosen.kind.engine
+        jobs = [in_window(fitting(job, engine), 1, 2, engine) for job in request.jobs]
         checked = beside_jobs(chosen, loads, jobs, request.slo, request.most_engines, progress)
         fleets = [checked if fleet is chosen else fleet for fleet in fleets]
         chosen = _cheapest(fleets)
@@ -118,8 +120,9 @@ def plan_capacity(request: PlanRequest, progress: ProgressSink | None = None) ->
     assert chosen.num_engines is not None
     window_s = request.window_s or default_window_s(chosen.num_engines)
     windows = stratified_windows(request.trace, request.num_windows, window_s)
-    day = offline_day(request.trace, request.jobs, chosen, request.slo, windows, progress)
-    planned = _jobs(request, chosen.kind, day, progress)
+    able = replace(request, jobs=[fitting(job, chosen.kind.engine) for job in request.jobs])
+    day = offline_day(request.trace, able.jobs, chosen, request.slo, windows, progress)
+    planned = _jobs(able, chosen.kind, day, progress)
     return CapacityPlan(request, loads, tuple(fleets), chosen, day, planned)
 
 
@@ -205,15 +208,17 @@ def no_answer(fleet: Fleet) -> str:
 def infeasible_line(calls: InfeasibleCalls) -> str:
     """Which calls no engine serves in time, and the heaviest of them."""
     part = share(calls.num_calls / calls.num_judged)
-    allowed = "more than" if calls.is_too_many else "which"
+    allowed = f"{'more than' if calls.is_too_many else 'which'} the target allows"
+    if calls.num_refused:
+        allowed += f" with the {calls.num_refused:,} too long for an engine"
     why, took = f"are longer than the context of {calls.context_tokens:,}", ""
     if calls.took_s is not None and calls.bound_s is not None:
         why = f"miss the {calls.bound} of {seconds(calls.bound_s)} on an idle engine"
         took = f", which takes {seconds(calls.took_s)}"
     return (
-        f"{calls.num_calls:,} of {calls.num_judged:,} calls ({part}, {allowed} the target allows) "
-        f"{why}, such as call {calls.number:,} of the trace with {calls.num_prompt_tokens:,} "
-        f"prompt and {calls.num_output_tokens:,} answer tokens{took}."
+        f"{calls.num_calls:,} of {calls.num_judged:,} calls ({part}, {allowed}) {why}, such as "
+        f"call {calls.number:,} of the trace with {calls.num_prompt_tokens:,} prompt and "
+        f"{calls.num_output_tokens:,} answer tokens{took}."
     )
 
 
@@ -276,7 +281,11 @@ def _job_sentences(plan: CapacityPlan) -> Iterator[str]:
         f"Co-located jobs get {sum(served) / len(served):,.0f} tokens/s on average over the trace, "
         f"{min(served):,.0f} in its busiest part."
     )
-    for job in plan.jobs:
+    for given, job in zip(plan.request.jobs, plan.jobs, strict=True):
+        if given.is_estimated:
+            yield f"The prompts of {job.name} are estimated at four bytes a token."
+        if num_left_out := given.num_rows - job.num_rows:
+            yield f"{job.name} runs without {count(num_left_out, 'row')} too long for an engine."
         if job.takes_s is None:
             yield f"{job.name} never ends: the engines have no time left for it."
         elif job.is_deadline_kept is False:

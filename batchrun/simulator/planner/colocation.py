@@ -146,6 +146,12 @@ def begun_at(job: OfflineJob, offset: float, reach: float) -> OfflineJob:
     return replace(job, order=order, submit_s=0.0, deadline_s=math.inf)
 
 
+def fitting(job: OfflineJob, engine: EnginePlan) -> OfflineJob:
+    """The job without the rows that the engine refuses: they are longer than its context."""
+    num_tokens = job.num_prompt_tokens + job.num_output_tokens
+    return without_rows(job, np.flatnonzero(num_tokens > context_tokens(engine)))
+
+
 def in_window(job: OfflineJob, number: int, num: int, engine: EnginePlan) -> OfflineJob:
     """The job as it runs in window `number` of `num`; rows name no `max_tokens`."""
     begun = begun_at(job, sample_offset(number, num), REACH / num)
@@ -315,18 +321,17 @@ class SimulatedFleet:
     def kv(self) -> KvSize:
         """The KV of one simulated engine."""
         shape, source = self.kind.engine.shape, f"--profile {self.kind.name}"
-        return KvSize(shape.num_blocks * shape.block_tokens, source, shape.block_tokens, source)
+        tokens = shape.num_blocks * shape.block_tokens
+        return KvSize(tokens, source, shape.block_tokens, source, tokens)
 
     def job(self, spec: JobSpec, plan: JobPlan, outputs: OutputEstimate) -> OfflineJob:
-        """The rows that a simulated engine can run: it refuses those longer than its context."""
+        """The rows that a simulated engine can run."""
         tokens = np.maximum(1, np.rint(outputs.filled)).astype(np.int64)
         expected = round(outputs.mean or 0)
         job = job_of_plan(
             spec, plan, JobTerms(), num_output_tokens=tokens, expected_output_tokens=expected
         )
-        most_tokens = context_tokens(self.kind.engine)
-        num_tokens = job.num_prompt_tokens + job.num_output_tokens
-        return without_rows(job, np.flatnonzero(num_tokens > most_tokens))
+        return fitting(job, self.kind.engine)
 
     def forecast(
         self, job: OfflineJob, computed_tokens: int, measured: Eta, progress: ProgressSink
@@ -368,16 +373,16 @@ class SimulatedFleet:
 
 
 def simulation_of(
-    trace: Path | None, profile: str | None, deployment: Deployment, home: Home
+    trace: Path | None, profile: str | None, deployment: Deployment, home: Home, model: str
 ) -> SimulatedFleet | None:
-    """What `--trace` and `--profile` ask for; the profile of the deployment's first engine where
-    none is named, None where that has none.
+    """What `--trace` and `--profile` ask for, on the engines of the model; the profile of the first
+    of them where none is named, None where that has none.
 
     Raises InputError and ConfigError, one line, where something cannot be used.
     """
-    path = None
+    path, engines = None, deployment.serving(model).engines
     if profile is None:
-        path = existing_profile(deployment, deployment.engines[0], home)
+        path = existing_profile(deployment, engines[0], home)
         if path is None:
             return None
     online = online_slo(deployment, home)
@@ -391,7 +396,5 @@ def simulation_of(
     if calls is not None and not calls.duration_s:
         raise InputError(f"--trace {trace}: has no calls")
     kind = kind.with_context(CONTEXT_TOKENS)
-    num_engines = sum(
-        1 if each.ray is None else each.ray.replicas.min for each in deployment.engines
-    )
+    num_engines = sum(1 if each.ray is None else each.ray.replicas.min for each in engines)
     return SimulatedFleet(kind, num_engines, slo, calls, "" if trace is None else trace.name)

@@ -147,7 +147,7 @@ class InfeasibleCalls:
 
     `number` counts the trace's calls from 1. `took_s` is None for a call that engines refuse, since
     it is longer than the context; `bound_s` is then None too, and `context_tokens` says how long
-    that is. `is_too_many`: more than the target lets miss.
+    that is. `is_too_many`: more than the target lets miss, with the `num_refused` that miss it too.
     """
 
     bound: str
@@ -160,6 +160,7 @@ class InfeasibleCalls:
     num_calls: int
     num_judged: int
     is_too_many: bool
+    num_refused: int
 
 
 def context_tokens(engine: EnginePlan) -> int:
@@ -170,7 +171,7 @@ def context_tokens(engine: EnginePlan) -> int:
 
 def infeasible_calls(load: PeakLoad, engine: EnginePlan, slo: SloTarget) -> list[InfeasibleCalls]:
     """The judged calls that miss a bound alone: TTFT by the prompt, TPOT by the mean context, and
-    those that fit no engine. At most one entry for each reason."""
+    those that fit no engine, which miss the TTFT too. At most one entry for each reason."""
     fitting = load.within(context_tokens(engine))
     calls = fitting.calls
     judged = np.flatnonzero(fitting.is_judged())
@@ -189,14 +190,16 @@ def infeasible_calls(load: PeakLoad, engine: EnginePlan, slo: SloTarget) -> list
     found = []
     if num_refused := fitting.num_refused:
         longest = int(np.argmax(np.where(load.is_judged(), load.calls.num_tokens, 0)))
-        counts = num_refused, load.num_judged
+        counts = num_refused, 0, load.num_judged
         found.append(_infeasible("context", load, longest, counts, engine, slo))
-    for name, bound_s, alone_s, ranked in (
-        ("TTFT", slo.ttft_s, ttft_s, judged[np.argsort(prompts[judged], kind="stable")]),
-        ("TPOT", slo.tpot_s, tpot_s, timed[np.argsort(contexts[timed], kind="stable")]),
+    by_prompt = judged[np.argsort(prompts[judged], kind="stable")]
+    by_context = timed[np.argsort(contexts[timed], kind="stable")]
+    for name, bound_s, alone_s, ranked, num_more in (
+        ("TTFT", slo.ttft_s, ttft_s, by_prompt, num_refused),
+        ("TPOT", slo.tpot_s, tpot_s, by_context, 0),
     ):
         if num_late := _num_above(alone_s, ranked, bound_s):
-            heaviest, counts = int(ranked[-1]), (num_late, len(ranked))
+            heaviest, counts = int(ranked[-1]), (num_late, num_more, len(ranked) + num_more)
             late = _infeasible(name, fitting, heaviest, counts, engine, slo)
             found.append(replace(late, took_s=alone_s(heaviest), bound_s=bound_s))
     return found
@@ -206,12 +209,12 @@ def _infeasible(
     bound: str,
     load: PeakLoad,
     heaviest: int,
-    counts: tuple[int, int],
+    counts: tuple[int, int, int],
     engine: EnginePlan,
     slo: SloTarget,
 ) -> InfeasibleCalls:
-    """`counts` are the calls that miss the bound and all that could."""
-    num, num_judged = counts
+    """`counts` are the calls that miss the bound, those refused besides, and all that could."""
+    num, num_refused, num_judged = counts
     return InfeasibleCalls(
         bound,
         int(load.numbers[heaviest]) + 1,
@@ -222,7 +225,8 @@ def _infeasible(
         context_tokens(engine),
         num,
         num_judged,
-        num > slo.may_miss(num_judged),
+        num + num_refused > slo.may_miss(num_judged),
+        num_refused,
     )
 
 

@@ -124,10 +124,7 @@ class Prediction:
 def study_figures(
     inspected: Mapping[str, Any], prompt_tokens: float, output_tokens: float
 ) -> dict[str, Any]:
-    """The figures of `inspect` that a submission is about, with `computed_tokens`: the answers, and
-    the part of the prompts that is expected not to be found in the cache."""
-    expected, best = inspected["expected_hit_rate"], inspected["best_hit_rate"]
-    hit_rate = best if expected is None else expected
+    """The figures of `inspect` that a submission is about, with `computed_tokens`."""
     return {
         "name": inspected["name"],
         "endpoint": inspected["endpoint"],
@@ -140,14 +137,21 @@ def study_figures(
         "output_tokens_a_row": inspected["output_tokens_mean"],
         "output_tokens_source": inspected["output_tokens_source"],
         "max_output_tokens_a_row": inspected["max_output_tokens"],
-        "computed_tokens": round(prompt_tokens * (1 - hit_rate) + output_tokens),
-        "expected_hit_rate": expected,
-        "best_hit_rate": best,
+        "computed_tokens": computed_tokens(inspected, prompt_tokens, output_tokens),
+        "expected_hit_rate": inspected["expected_hit_rate"],
+        "best_hit_rate": inspected["best_hit_rate"],
         "kv_tokens": inspected["kv_tokens"],
         "kv_tokens_source": inspected["kv_tokens_source"],
         "rows_larger_than_kv": inspected["rows_larger_than_kv"],
         "output_path": inspected["output_path"],
     }
+
+
+def computed_tokens(study: Mapping[str, Any], prompt_tokens: float, output_tokens: float) -> int:
+    """The answers, and the part of the prompts that is expected not to be found in the cache."""
+    expected = study["expected_hit_rate"]
+    hit_rate = float(study["best_hit_rate"] if expected is None else expected)
+    return round(prompt_tokens * (1 - hit_rate) + output_tokens)
 
 
 def _finite(value_s: float | None) -> float | None:

@@ -53,6 +53,8 @@ class RooflineFile(BaseModel):
     flop_per_token_pair: Positive
     kv_bytes_per_token: Positive
     kv_blocks: Annotated[int, Field(ge=2, le=100_000_000, strict=True)]
+    token_budget: Annotated[int, Field(ge=1, le=1_000_000, strict=True)] | None = None
+    max_running: Annotated[int, Field(ge=1, le=100_000, strict=True)] | None = None
     overhead_s: Annotated[float, Field(ge=0)] = 0.003
     overlap_loss: Annotated[float, Field(ge=0, le=1)] = 0.25
 
@@ -134,6 +136,10 @@ def _engine(steps: str, slo: SloTarget, base: Path) -> EnginePlan:
     if path.suffix not in {".yaml", ".yml"}:
         return engine_of(EnginesSpec(steps=steps), spec, base)
     constants = validate_document(read_document(path, ConfigError), RooflineFile, ConfigError)
-    engine = engine_of(EnginesSpec(), spec, base)
-    law = A100Law(**constants.model_dump(exclude={"kv_blocks"}))
-    return replace(engine, law=law, shape=replace(engine.shape, num_blocks=constants.kv_blocks))
+    engine = EnginesSpec(
+        kv_blocks=constants.kv_blocks,
+        token_budget=constants.token_budget,
+        max_num_seqs=constants.max_running,
+    )
+    law = A100Law(**constants.model_dump(exclude={"kv_blocks", "token_budget", "max_running"}))
+    return replace(engine_of(engine, spec, base), law=law)

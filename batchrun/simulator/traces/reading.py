@@ -10,6 +10,7 @@ import io
 import re
 import tarfile
 import zlib
+from codecs import BOM_UTF8
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -107,11 +108,11 @@ class CsvText:
     def with_header(cls, path: Path) -> CsvText:
         """The first line that is not blank names the columns. Raises DataError."""
         with opened(path) as file:
-            content = file.read()
+            content = file.read().removeprefix(BOM_UTF8)
         lead = len(content) - len(content.lstrip())
         end = content.find(b"\n", lead) + 1 or len(content)
         header = content[lead:end].decode(errors="replace")
-        names = [name.strip() for name in header.split(",")]
+        names = [name.strip().strip('"') for name in header.split(",")]
         return cls(path, content, names, content[:lead].count(b"\n") + 1)
 
     def read(self, columns: Mapping[str, Column]) -> pl.DataFrame:
@@ -199,7 +200,7 @@ def read_mooncake(path: Path) -> Trace:
             if not line.strip():
                 continue
             try:
-                calls.append(decoder.decode(line))
+                calls.append(decoder.decode(line.removeprefix(BOM_UTF8)))
             except (msgspec.DecodeError, RecursionError) as error:
                 raise DataError(f"{path}: line {number}: not a call: {error}") from error
     if not calls:
@@ -295,7 +296,7 @@ def _clients(path: Path, file: BinaryIO) -> list[RateSeries]:
 
 
 def _client(path: Path, content: bytes) -> RateSeries:
-    windows = CsvText(path, content, _SERVEGEN_NAMES).read(_SERVEGEN)
+    windows = CsvText(path, content.removeprefix(BOM_UTF8), _SERVEGEN_NAMES).read(_SERVEGEN)
     usual = {name: pl.lit(value) for name, value in CHAT_LENGTHS.items()}
     names = {"start": "start_s", "rate": "rate_per_s"}
     return _series(path, windows.rename(names).with_columns(**usual))
@@ -417,7 +418,7 @@ class Drawing:
 def detect_format(path: Path) -> TraceFormat:
     """What the file's beginning looks like. Raises DataError."""
     with opened(path) as file:
-        head = file.read(HEAD_BYTES)
+        head = file.read(HEAD_BYTES).removeprefix(BOM_UTF8)
     if head.startswith(PARQUET_MAGIC):
         return TraceFormat.BATCHRUN
     if head[TAR_MAGIC] == b"ustar":
@@ -425,7 +426,7 @@ def detect_format(path: Path) -> TraceFormat:
     first = next((line for line in head.splitlines() if line.strip()), b"").strip()
     if first.startswith(b"{"):
         return TraceFormat.MOONCAKE
-    cells = [cell.strip() for cell in first.decode(errors="replace").split(",")]
+    cells = [cell.strip().strip('"') for cell in first.decode(errors="replace").split(",")]
     layouts = {**_CALLS, TraceFormat.RATES: RATES}
     for kind, layout in layouts.items():
         if set(layout) <= set(cells):
@@ -445,19 +446,22 @@ def read_trace(
     kind = kind or detect_format(path)
     if kind.has_rates:
         drawing = drawing or Drawing()
-        series = [
-            each.between(drawing.from_s, drawing.to_s).scaled(drawing.rate)
-            for each in read_rates(path, kind)
-        ]
-        return draw_trace(series, seed=drawing.seed, like=drawing.like, source=path.name)
+        from_s, to_s = drawing.from_s, drawing.to_s
+        series = read_rates(path, kind)
+        there = [each for each in series if each.end_s > from_s and each.edges_s[0] < to_s]
+        parts = [each.between(from_s, to_s).scaled(drawing.rate) for each in there or series]
+        return draw_trace(parts, seed=drawing.seed, like=drawing.like, source=path.name)
     if kind in _CALLS:
         return read_calls_csv(path, _CALLS[kind])
     return read_mooncake(path) if kind is TraceFormat.MOONCAKE else load_parquet(path)
 
 
 def read_rates(path: Path, kind: TraceFormat | None = None) -> list[RateSeries]:
-    """The rates of a file, a series for each client. Raises DataError for a trace of calls."""
+    """The rates of a file, a series for each client; the first begins at 0. Raises DataError for a
+    trace of calls."""
     kind = kind or detect_format(path)
     if not kind.has_rates:
         raise DataError(f"{path}: tells calls, not rates")
-    return read_rates_csv(path) if kind is TraceFormat.RATES else read_servegen(path)
+    series = read_rates_csv(path) if kind is TraceFormat.RATES else read_servegen(path)
+    first_s = min(float(each.edges_s[0]) for each in series)
+    return [each.between(first_s, float("inf")) for each in series]
