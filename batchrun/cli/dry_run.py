@@ -63,9 +63,8 @@ NO_COST = "--profile PROFILE simulates it on an engine of its own"
 def measured(home: Home, computed_tokens: int, spec: JobSpec) -> Forecast:
     """What the daemon predicts for so much work, by the pace that it has measured; unknown where
     no daemon runs, or has run nothing yet."""
-    work = {"computed_tokens": computed_tokens, "weight": spec.weight, "model": spec.model}
-    if spec.model == DEFAULT_MODEL:  # An older daemon refuses to hear of models.
-        del work["model"]
+    model = {} if spec.model == DEFAULT_MODEL else {"model": spec.model}
+    work = {"computed_tokens": computed_tokens, "weight": spec.weight, **model}
     daemon = DaemonClient(home, timeout_s=LOOK_WAIT_S)
     try:
         answer = daemon.post("/foretell", work)

@@ -240,9 +240,10 @@ def take_up_job(
         num_rows = continue_job(store, record, links=links, progress=progress)
         log.info("%s: %d rows taken over", record.id, num_rows)
     created_at = datetime.fromtimestamp(record.created_at).astimezone()
-    with prompts_of(spec.model, created_at) as prompts:
-        take_up = partial(open_job, default_model=default_model, progress=progress)
-        return take_up(store, record, links=links, prompts=prompts)
+    with prompts_of(spec.model, created_at) as read:
+        return open_job(
+            store, record, links=links, prompts=read, default_model=default_model, progress=progress
+        )
 
 
 ENGINE_INTERVAL_S, UNTOLD_INTERVAL_S = 0.5, 5.0

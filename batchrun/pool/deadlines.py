@@ -102,11 +102,10 @@ def owner_shares(works: Mapping[str, JobWork]) -> dict[Owner, float]:
 
 def fair_parts(works: Mapping[str, JobWork]) -> dict[str, float]:
     """The part of the capacity that each job has by fair share while all of these run."""
-    weights = defaultdict[Owner, list[float]](list)
+    weights = defaultdict[Owner, float](float)
     for work in works.values():
-        weights[work.owner].append(work.weight)
-    total = sum(map(max, weights.values()))
-    parts = {owner: max(its) / total / sum(its) for owner, its in weights.items()}
+        weights[work.owner] += work.weight
+    parts = {owner: part / weights[owner] for owner, part in owner_shares(works).items()}
     return {job_id: parts[work.owner] * work.weight for job_id, work in works.items()}
 
 

@@ -29,7 +29,7 @@ from batchrun.pool.row_times import RowTimes
 
 REVIEW_INTERVAL_S = 1.0
 NO_POOL = -1
-"""That of jobs whose model no engine has."""
+"""That of models that no engine has, and of jobs that have left."""
 NEW_JOB = ""
 """Stands for a job that is only asked about."""
 
@@ -122,7 +122,7 @@ class JobTurns:
         """The job whose row goes to an engine next; None when there is none.
 
         `ready` are the jobs with a row to hand out, `eligible` those with one for this engine (not
-        given: the same), all of one pool but for those whose model no engine has.
+        given: the same), all of one pool. Those that have left are passed over.
         """
         self.now_s = now_s
         if now_s >= self._review_at:

@@ -102,7 +102,7 @@ class Rolling:
         self, settings: Mapping[str, ManagedSettings | ReplicaSpec], drain_s: float
     ) -> None:
         try:
-            for slot in sorted(self.daemon.slots, key=_serves):
+            for slot in sorted(self.daemon.slots, key=_may_have_calls):
                 new = settings.get(slot.engine.name)
                 if isinstance(new, ReplicaSpec) and not _has_agent(slot):
                     self.fleets.prepare(slot.engine.name, new)
@@ -150,7 +150,7 @@ class Rolling:
         """Whether it serves nothing now, or another can take its calls, once that is there. Raises
         EngineError when none comes."""
         name, began_s = slot.engine.name, None
-        while _serves(slot):
+        while _may_have_calls(slot):
             others = [each for each in self.daemon.slots if each is not slot and not each.is_off]
             others = [each for each in others if self._share_models(each, slot)]
             if not others:
@@ -195,8 +195,8 @@ class Rolling:
         self.told.append(line)
 
 
-def _serves(slot: Slot) -> bool:
-    """Whether it may have calls: others go first."""
+def _may_have_calls(slot: Slot) -> bool:
+    """Whether it runs, as far as is known. Those that do not are restarted first."""
     return slot.engine.state not in COMING | {EnginePhase.FAILED}
 
 
