@@ -4,8 +4,8 @@ An engine knows when it hands a token on; its caller sees it later: front end, g
 took longer than predicted and cores that others use lie between, and only the caller's end shows
 them all. So the margin follows what calls were found to be, in time or late. It is the quantile
 tracker of conformal control (arXiv 2307.16895, section 2.1): up with each late call, down a
-little with every other, so that in the long run `WANTED_LATE` of the calls are late, however delays
-are distributed. It is bounded, and calls without rows beside them teach nothing.
+little with every other, so that in the long run `WANTED_LATE` of calls are late by either bound,
+however delays are distributed. It is bounded, and calls without rows beside them teach nothing.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from batchrun.wire import FeltCalls
 
-WANTED_LATE = 0.02
-"""Share of calls that may be late beside rows."""
+WANTED_LATE = 0.01
+"""Share of calls whose first token may be late beside rows; as many answers may be."""
 RISE = 0.25
 """What a late call adds, as a share of the most that is kept back."""
 MOST_FIRST_SHARE = 0.5

@@ -99,7 +99,7 @@ FIGURES = [
     ("pool.md", f"pieces of {CHUNK_BYTES} bytes"),
     (
         "scheduler.md",
-        f"{caller_margin.WANTED_LATE:.0%}".replace("%", " %") + " of the calls are late",
+        f"either bound {caller_margin.WANTED_LATE:.0%}".replace("%", " %") + " of calls are late",
     ),
     ("scheduler.md", f"told anything for {caller_margin.HEARD_S:g} s"),
     ("scheduler.md", f"the last {online_fit.SLOW_MEMORY_STEPS} steps of a kind"),
