@@ -103,12 +103,16 @@ class KvTelemetry(Struct, frozen=True):
 
 
 class StepTelemetry(Struct):
-    """Steps since the engine's start; the seconds are sums over the `num_timed_steps`."""
+    """Steps since the engine's start; `predicted_s` and `measured_s` are sums over the
+    `num_timed_steps`, of which the largest, the last of those, had `largest_tokens`."""
 
     num_steps: int = 0
     num_timed_steps: int = 0
     predicted_s: float = 0.0
     measured_s: float = 0.0
+    longest_s: float = 0.0
+    largest_s: float = 0.0
+    largest_tokens: int = 0
 
 
 class CostTelemetry(Struct, frozen=True):
@@ -166,7 +170,8 @@ class Telemetry(Struct, frozen=True):
 
     `start_id` differs with every start: counts begin again with it. `num_answers` of calls have
     ended since their length first counted; `num_longer_answers` were longer than nine of ten were
-    expected to be. At most `max_running` requests run at once; 0: it does not tell.
+    expected to be. At most `max_running` requests run at once; 0: it does not tell. While vLLM is
+    paused, only what runs gets steps (`pause` 1), or nothing does (2).
     """
 
     start_id: str
@@ -191,6 +196,7 @@ class Telemetry(Struct, frozen=True):
     num_malformed_orders: int = 0
     online_queue: PolicyName = "auto"
     max_running: Annotated[int, Meta(ge=0, le=MAX_TOLD)] = 0
+    pause: Annotated[int, Meta(ge=0, le=2)] = 0
 
 
 class Orders(Struct, frozen=True):

@@ -161,6 +161,8 @@ class ReuseIndex:
                 del row.job.rows[row.row]
                 if row.key is not None:
                     row.job.num_by_key[row.key] -= 1
+                    if not row.job.num_by_key[row.key]:
+                        del row.job.num_by_key[row.key]
                 if row.job.is_counted:
                     self._uncount_row(row)
                 self._forget_if_empty(row.job)
@@ -339,3 +341,4 @@ class ReuseIndex:
         assert {hint for node in nodes for hint in node.hints} == placed
         for request_id, row in self._rows.items():
             assert request_id in row.requests and row.job.rows[row.row] is row
+        assert all(all(job.num_by_key.values()) for job in self._jobs.values())

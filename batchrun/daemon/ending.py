@@ -450,9 +450,13 @@ def _remove_left(store: Store, links: Path) -> None:
 
 def _remove_drafts(store: Store, kept_in: Sequence[Path]) -> None:
     """Only the page's drafts are folders among what is kept; those with answers were jobs."""
-    for draft in find_unused_rows(jobs.list_jobs(store), kept_in=kept_in, now_s=time.time()):
-        if draft.path.is_dir() and not any(draft.path.glob("answers.*")):
-            remove(draft)
+    now_s = time.time()
+    old = [unused.path for unused in find_unused_rows([], kept_in=kept_in, now_s=now_s)]
+    drafts = {path for path in old if path.is_dir() and not any(path.glob("answers.*"))}
+    records = jobs.list_jobs(store) if drafts else []
+    for unused in find_unused_rows(records, kept_in=kept_in, now_s=now_s):
+        if unused.path in drafts:
+            remove(unused)
 
 
 def _remove(store: Store, links: Path, kept_in: Sequence[Path], age_s: float) -> None:
@@ -463,7 +467,7 @@ def _remove(store: Store, links: Path, kept_in: Sequence[Path], age_s: float) ->
             pass
         log.info("%s: its results were removed", record.id)
     records = jobs.list_jobs(store)
-    for link in find_unused_links(records, links=links, now_s=now_s):
-        remove(link)
-    for rows in find_unused_rows(records, kept_in=kept_in, now_s=now_s):
-        remove(rows)
+    rows = find_unused_rows(records, kept_in=kept_in, now_s=now_s)
+    # A link that goes renews the ctime of the rows that it is a link to: so rows go before links.
+    for unused in (*rows, *find_unused_links(records, links=links, now_s=now_s)):
+        remove(unused)

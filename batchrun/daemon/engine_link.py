@@ -28,7 +28,7 @@ from batchrun.engine.agent.engine import AgentEngine
 from batchrun.engine.agent.remote import AgentClient
 from batchrun.engine.client import KvConfig
 from batchrun.engine.engine import AttachedEngine, ManagedEngine
-from batchrun.engine.progress import SILENCE, Look, step_bound_s
+from batchrun.engine.progress import SILENCE, STALE_S, Look, num_due, step_bound_s
 from batchrun.engine.sockets import EngineWire
 from batchrun.errors import StateError
 from batchrun.pool.row_queue import Window
@@ -52,8 +52,6 @@ Engine = ManagedEngine | AttachedEngine | AgentEngine
 
 ANSWER_WAIT_S = 2.0
 HISTORY_S, HISTORY_STEP_S = 30.0, 1.0
-STALE_S = 5.0
-"""An engine that was not heard for so long shows nothing."""
 
 
 class EngineLink:
@@ -115,11 +113,8 @@ class EngineLink:
         mark = newest.start_id, newest.sent_at
         if time.monotonic() - heard_s > STALE_S:
             return Look(mark, has_work=True, bound_s=SILENCE.bound_s)
-        calls, rows = newest.online, newest.offline
-        num_due = calls.num_running + calls.num_waiting
-        num_due += rows.num_running + rows.num_waiting if has_rows else 0
-        bound_s = step_bound_s(newest.step.num_timed_steps, newest.step.measured_s)
-        return Look(mark, num_due > 0, bound_s)
+        has_work, bound_s = num_due(newest, has_rows=has_rows) > 0, step_bound_s(newest)
+        return Look(mark, has_work, bound_s, pause=newest.pause)
 
     @property
     def history(self) -> tuple[float, Telemetry, Telemetry] | None:
@@ -383,7 +378,8 @@ class Slot(EngineSlot):
 
     @property
     def is_usable(self) -> bool:
-        return self.engine.state is EnginePhase.READY and not (self.is_down or self.drains)
+        is_held = self.is_down or self.drains or self.engine.progress.is_held
+        return self.engine.state is EnginePhase.READY and not is_held
 
     @property
     def is_lost(self) -> bool:

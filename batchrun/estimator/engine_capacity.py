@@ -32,6 +32,11 @@ WARM_S = 20.0
 ENGINE_S = 960.0
 """So long is judged in all: one engine for that long, four for a quarter of it each."""
 LEAST_JUDGED_S = 90.0
+MAX_CALLS = 30_000
+"""Of a trial, about: where more would come in its time, it is shorter."""
+NUM_BOUNDS = 20
+"""But as long as so many bounds of the first token, with so many times the calls at most: only
+then is a call late by an overload of 5 %."""
 REST_S = 20.0
 """Answers that take longer than that beyond the last call are taken to go on at their pace."""
 MOST_SHARE, LEAST_SHARE = 1.2, 0.1
@@ -204,7 +209,10 @@ class EngineTrial:
         each to the one with the least to do; one without a first token keeps neither."""
         warm_s, judged_s = self._warm_s(), max(ENGINE_S / num_engines, LEAST_JUDGED_S)
         rng = np.random.default_rng(self.seed)
-        end_s = warm_s + judged_s
+        usual_s = MAX_CALLS / rate_per_s
+        shown_s = NUM_BOUNDS * min(self.promise.ttft_s, usual_s)
+        end_s = min(warm_s + judged_s, max(usual_s, shown_s))
+        warm_s = min(warm_s, end_s / 2)
         num = rng.poisson(rate_per_s * end_s)
         at_s = np.sort(rng.uniform(0.0, end_s, num))
         calls = self._drawn(at_s, rng)
@@ -307,13 +315,16 @@ class FleetCapacity:
 
 def fleet_capacity(trial: EngineTrial, work_s: float, most: int) -> FleetCapacity:
     """What up to `most` engines hold, means of some draws; a call's work is `work_s` on average.
-    Calls that cannot keep their bounds are load, unless none can."""
+    Calls that cannot keep their bounds are load, unless none can. Several engines are not tried
+    where so many calls come that a trial is too short for a queue to show; chance is small then."""
     alone = trial.kept_alone()
     judged: Bools = np.logical_and.reduce(alone)
     if judged.any():
         trial = replace(trial, judged=judged)
     draws = [replace(trial, seed=trial.seed + number) for number in range(NUM_DRAWS)]
-    sizes = [size for size in SIZES if size <= max(most, 1)]
+    shortest_s = max(WARM_S, NUM_BOUNDS * trial.promise.ttft_s)
+    largest = max(1.0, min(most, MAX_CALLS * trial.least_s / shortest_s))
+    sizes = [size for size in SIZES if size <= largest]
     works = {size: work_s * fmean(each.rate_per_s(size) for each in draws) for size in sizes}
     first, others = (1 - alone.mean(axis=1)).tolist()
     return FleetCapacity(works, (first, others))

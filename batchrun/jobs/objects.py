@@ -162,7 +162,7 @@ def find(url: str) -> ObjectInfo:
         found = storage.info(path)
     if found.get("type") != "file":
         raise MissingObjectError(f"{url}: there is no such object")
-    named = {key: str(value) for key, value in sorted(found.items())}
+    named = {key: str(found[key]) for key in sorted(found.keys() - {"last_accessed_on"})}
     return ObjectInfo(int(found["size"]), repr(named), _modified_at(found))
 
 
@@ -196,7 +196,10 @@ def _match(pattern: str) -> list[str]:
         with suppress(MissingObjectError), explained(pattern):
             storage.ls(path.partition("/")[0])
         raise DataError(f"{pattern}: no object matches this pattern")
-    urls = [f"{scheme_of(pattern)}://{key}" for key in keys]
+    # Azure's URLs name an account beside the container, which keys begin with.
+    account, _, rest = pattern.partition("://")[2].partition("/")
+    above = path.removesuffix(rest)
+    urls = [f"{scheme_of(pattern)}://{account}/{key.removeprefix(above)}" for key in keys]
     for url in urls:
         try:
             check_url(url)

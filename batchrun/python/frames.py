@@ -222,8 +222,8 @@ def _to_pandas(column: pl.Series, index: Any) -> Any:
 
 def kept_rows(table: pl.DataFrame, folder: Path) -> Path:
     """The rows as a Parquet file in `folder`, named by its content: equal rows are one file, which
-    stays as it was. A column of objects is JSON text, marked as such for who reads it. Raises
-    DataError for a column of a type that Parquet does not have."""
+    stays as it was, and is told by its ctime to be in use. A column of objects is JSON text, marked
+    as such for who reads it. Raises DataError for a column of a type that Parquet does not have."""
     make_folder(folder, mode=0o700)
     scratch = folder / f".{secrets.token_hex(8)}.parquet"
     try:
@@ -235,7 +235,9 @@ def kept_rows(table: pl.DataFrame, folder: Path) -> Path:
             text.write_parquet(scratch, row_group_size=ROW_GROUP_ROWS, metadata=marks)
         digests = hash_blocks(scratch, even_block_ends(scratch.stat().st_size)[-1:])
         path = folder / f"{digests[0][:NAME_CHARS]}.parquet"
-        if not path.exists():
+        try:
+            path.chmod(path.stat().st_mode)
+        except FileNotFoundError:
             sync_file(scratch)
             scratch.replace(path)
             sync_folder(folder)

@@ -22,12 +22,14 @@ NUM_PACES, LEAST_PACES = 64, 16
 @dataclass(frozen=True, slots=True)
 class _Waiting:
     """A call without a first token: when that is due, what the call is worth, the tokens of its
-    prompt that are to be computed, and these with all that go before it; 0 where none do."""
+    prompt that are to be computed, and of those that go before it. One `is_alone` that found none
+    waiting."""
 
     due_s: float
     value: float
     tokens: int
-    line_tokens: float
+    ahead_tokens: float
+    is_alone: bool
 
     def goes_before(self, due_s: float, value: float, now_s: float) -> bool:
         """Whether it is served before a call that is due then. What is late goes last."""
@@ -39,14 +41,16 @@ class _Waiting:
 class LateCalls:
     """The calls of one worker that wait in engines, and by how much new ones would be late.
 
-    How long a call waits for each token of its prompt and of those before it is learnt from the
-    calls that found others: the median of the last ones, by engine. Instants are the book's.
+    How long a call waits is learnt by engine, in medians of the last ones: what it waits anyway,
+    from calls that found nobody, and from those that found others, and may wait out a step under
+    way too, how much longer than twice that for each token more. Instants are the book's.
     """
 
     def __init__(self, book: EngineBook) -> None:
         self._book = book
         self._waiting: dict[int, dict[Sent, _Waiting]] = {}
         self._paces_s: dict[int, deque[float]] = {}
+        self._alone: dict[int, deque[tuple[float, int]]] = {}
 
     def excess_s(
         self, call: Call, slo: SloBounds, engines: Sequence[int], now_s: float
@@ -59,27 +63,40 @@ class LateCalls:
         found: dict[int, float] = {}
         for engine in engines:
             paces_s = self._paces_s.get(engine, ())
-            tokens = call.prompt_tokens - cached[engine]
             found[engine] = 0.0
-            if len(paces_s) >= LEAST_PACES and (pace_s := median(paces_s)) * tokens <= bound_s:
-                ahead = self._ahead_tokens(engine, now_s + bound_s, slo.value, now_s)
-                found[engine] = max(0.0, pace_s * (ahead + tokens) - bound_s)
+            if len(paces_s) < LEAST_PACES or not self._waiting.get(engine):
+                continue
+            pace_s, (alone_s, alone_tokens) = median(paces_s), self._usual_alone(engine)
+            own_s = pace_s * (call.prompt_tokens - cached[engine])
+            own_s += max(0.0, alone_s - pace_s * alone_tokens)
+            if own_s <= bound_s:
+                ahead, _ = self._ahead_tokens(engine, now_s + bound_s, slo.value, now_s)
+                found[engine] = max(0.0, own_s + pace_s * ahead - bound_s)
         return found
 
     def sent(self, sent: Sent, slo: SloBounds) -> None:
         """A call with this promise goes to an engine; before the book is told of the next one."""
         due_s, tokens = sent.at_s + bound_of(slo), sent.call.prompt_tokens - sent.cached_tokens
         # The book counts the call itself already.
-        ahead = self._ahead_tokens(sent.engine, due_s, slo.value, sent.at_s, but_tokens=tokens)
+        ahead, others = self._ahead_tokens(
+            sent.engine, due_s, slo.value, sent.at_s, but_tokens=tokens
+        )
         waiting = self._waiting.setdefault(sent.engine, {})
-        waiting[sent] = _Waiting(due_s, slo.value, tokens, ahead + tokens if ahead else 0.0)
+        waiting[sent] = _Waiting(due_s, slo.value, tokens, ahead, is_alone=others == 0)
 
     def began(self, sent: Sent, now_s: float) -> None:
         """Its first token was seen."""
         call = self._waiting.get(sent.engine, {}).get(sent)
-        if call is not None and call.line_tokens:
+        if call is not None and call.is_alone:
+            alone = self._alone.setdefault(sent.engine, deque(maxlen=NUM_PACES))
+            alone.append((now_s - sent.at_s, call.tokens))
+        elif call is not None and call.ahead_tokens:
+            alone_s, alone_tokens = self._usual_alone(sent.engine)
+            line_tokens = call.ahead_tokens + call.tokens
+            # By few tokens more than those of two steps nothing could be told.
+            more_tokens = max(line_tokens - 2 * alone_tokens, line_tokens / 2)
             paces_s = self._paces_s.setdefault(sent.engine, deque(maxlen=NUM_PACES))
-            paces_s.append((now_s - sent.at_s) / call.line_tokens)
+            paces_s.append(max(0.0, now_s - sent.at_s - 2 * alone_s) / more_tokens)
         self.left(sent)
 
     def left(self, sent: Sent) -> None:
@@ -89,19 +106,24 @@ class LateCalls:
     def forget(self, engine: int) -> None:
         """It is another engine from now on, or was started anew."""
         self._paces_s.pop(engine, None)
+        self._alone.pop(engine, None)
+
+    def _usual_alone(self, engine: int) -> tuple[float, float]:
+        """How long a call waits that finds nobody, and for how many tokens; 0 where none did."""
+        waits_s, tokens = zip(*self._alone.get(engine, [(0.0, 0)]), strict=True)
+        return median(waits_s), median(tokens)
 
     def _ahead_tokens(
         self, engine: int, due_s: float, value: float, now_s: float, *, but_tokens: int = 0
-    ) -> float:
-        """Tokens of the prompts that go before a call; of what waits in all, `but_tokens` are its
-        own."""
-        own = self._waiting.get(engine)
-        if not own:
-            return 0.0
-        all_tokens = sum([each.tokens for each in own.values()])
-        before = [each.tokens for each in own.values() if each.goes_before(due_s, value, now_s)]
+    ) -> tuple[float, int]:
+        """Tokens of the prompts that go before a call, and of all that wait; `but_tokens` of those
+        in the book are its own."""
+        own = self._waiting.get(engine, {}).values()
+        all_tokens = sum([each.tokens for each in own])
+        before = [each.tokens for each in own if each.goes_before(due_s, value, now_s)]
         waiting_tokens = self._book.loads((engine,), now_s)[engine].waiting_tokens - but_tokens
-        return sum(before) / max(1, all_tokens) * max(0, waiting_tokens)
+        others = max(0, waiting_tokens)
+        return sum(before) / max(1, all_tokens) * others, others
 
 
 def bound_of(slo: SloBounds) -> float:

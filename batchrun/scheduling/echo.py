@@ -139,12 +139,11 @@ class EchoPolicy:
     ) -> Draft:
         """Let the overdue head in, whatever is reserved; hold the others back while rows that run
         are all that it waits for."""
-        view = draft.view
         (head, hit), *others = leaders
         led = self._with_leader(draft, head, hit, limit_s, soon_free, keeps_reserve=False)
         if led is not None:
             return led
-        if need_blocks(view, head, hit) <= view.total_blocks - view.online_blocks:
+        if not waits_for_calls(draft, head, hit):
             return draft
         for request, other_hit in others[:MAX_DRAFTS]:
             led = self._with_leader(draft, request, other_hit, limit_s, soon_free)

@@ -125,7 +125,10 @@ def computing_groups(view: EngineView) -> set[Group | None]:
 def waits_for_calls(draft: Draft, request: RequestView, hit: PrefixHit) -> bool:
     """Whether a row could not come in if no other row ran: calls hold its room or its adapter."""
     view = draft.view
-    if need_blocks(view, request, hit) > view.total_blocks - view.online_blocks:
+    if not view.online_running:
+        return False
+    room = view.total_blocks - 1 - view.watermark_blocks - view.online_blocks
+    if need_blocks(view, request, hit) > room:
         return True
     loras = {each.lora_id for each in view.online_running if each.lora_id}
     needs_adapter = request.lora_id and request.lora_id not in loras

@@ -60,11 +60,12 @@ def longest_step_s(view: EngineView) -> float:
     alone_s = _alone_s(view, prompt_tokens, rate_per_s)
     top_s = MOST_TPOTS * max(view.online_slo_tpot_s, alone_s)
     steps_s = np.geomspace(alone_s, top_s, NUM_CHOICES)
-    mean, variance = _growths(view, prompt_tokens)
-    held = mean.after(steps_s, alone_s, rate_per_s)
-    spread = np.sqrt(variance.after(steps_s, alone_s, rate_per_s))
+    growths = _growths(view, prompt_tokens)
+    mean, variance, most = [each.after(steps_s, alone_s, rate_per_s) for each in growths]
+    likely = mean.sum(axis=0) + SIGMAS * np.sqrt(variance.sum(axis=0))
+    if_none_ends = most.sum(axis=0) + SIGMAS * np.sqrt(variance[1])
     most_tokens = view.total_blocks * view.block_tokens
-    has_room = (held + SIGMAS * spread <= most_tokens).all(axis=1)
+    has_room = (np.minimum(likely, if_none_ends) <= most_tokens).all(axis=1)
     if has_room.all():
         return math.inf
     num_good = int(np.argmin(has_room))
@@ -73,8 +74,8 @@ def longest_step_s(view: EngineView) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Growth:
-    """What calls hold, or its variance, by the tokens that each has generated from now on: one
-    entry for each of `EDGES_TOKENS`.
+    """What calls hold, its variance, or the most, by the tokens that each has generated from now
+    on: one entry for each of `EDGES_TOKENS`.
 
     `present`: those that are here. `arrived`: those that came since then, if one came in the time
     of each token.
@@ -84,13 +85,14 @@ class _Growth:
     arrived: FloatArray
 
     def after(self, steps_s: FloatArray, alone_s: float, rate_per_s: float) -> FloatArray:
-        """It at each of `AFTER_S` (columns), with each of the steps (rows) for `HOLD_S` seconds."""
+        """That of those present, and of those that arrived, at each of `AFTER_S` (columns), with
+        each of the steps (rows) for `HOLD_S` seconds."""
         alone_tokens = np.maximum(AFTER_S - HOLD_S, 0.0) / alone_s
         tokens = np.minimum(AFTER_S, HOLD_S) / steps_s[:, None] + alone_tokens
         late = np.interp(alone_tokens, EDGES_TOKENS, self.arrived)
         early = np.interp(tokens, EDGES_TOKENS, self.arrived) - late
         arrived = rate_per_s * (alone_s * late + steps_s[:, None] * early)
-        return np.asarray(np.interp(tokens, EDGES_TOKENS, self.present) + arrived)
+        return np.stack([np.interp(tokens, EDGES_TOKENS, self.present), arrived])
 
 
 def _prompt_tokens(view: EngineView) -> float:
@@ -116,8 +118,9 @@ def _alone_s(view: EngineView, prompt_tokens: float, rate_per_s: float) -> float
     return max(step_s, 1e-6)
 
 
-def _growths(view: EngineView, prompt_tokens: float) -> tuple[_Growth, _Growth]:
-    """Mean and variance of the tokens that calls will hold. Those that wait count as running."""
+def _growths(view: EngineView, prompt_tokens: float) -> tuple[_Growth, _Growth, _Growth]:
+    """Mean and variance of the tokens that calls will hold, and the mean if none that is here ends.
+    Those that wait count as running."""
     running = [request.num_output_tokens for request in view.online_running]
     waiting = [request.num_output_tokens for request in view.online_waiting]
     longer = view.calls.longer_shares(running)
@@ -129,7 +132,7 @@ def _growths(view: EngineView, prompt_tokens: float) -> tuple[_Growth, _Growth]:
     alive_tokens = np.diff(EDGES_TOKENS) * (longer[1:] + longer[:-1]) / 2
     mean = _Growth((held * still).sum(axis=0), _summed(alive_tokens * mids))
     variance = _Growth((held**2 * still * (1 - still)).sum(axis=0), _summed(alive_tokens * mids**2))
-    return mean, variance
+    return mean, variance, _Growth(held.sum(axis=0), mean.arrived)
 
 
 def _summed(values: FloatArray) -> FloatArray:

@@ -450,10 +450,8 @@ def read_leader(store: Store) -> Leader:
     with store.read() as connection:
         term = connection.execute(select(func.coalesce(func.max(epochs.c.epoch), 0))).scalar_one()
         wanted = settings.c.key.in_([LEADER_SETTING, LEADER_GATEWAY_SETTING])
-        found = {
-            row.key: json.loads(row.value)
-            for row in connection.execute(select(settings).where(wanted))
-        }
+        rows = connection.execute(select(settings).where(wanted)).all()
+    found = {row.key: json.loads(row.value) for row in rows}
     name = found.get(LEADER_SETTING, "")
     its, gateway = found.get(LEADER_GATEWAY_SETTING, ("", ""))
     return Leader(name, int(term), gateway if its == name else "")
@@ -474,9 +472,11 @@ def write_setting(store: Store, key: str, value: object) -> None:
 
 def list_settings(store: Store, prefix: str) -> dict[str, object]:
     """The durable settings whose keys begin so, by what follows in the key."""
-    query = select(settings).where(settings.c.key.startswith(prefix, autoescape=True))
+    key, last = settings.c.key, f"{prefix}\U0010ffff"
+    # SQLite's index finds keys between two, and none LIKE one; PostgreSQL reads all settings.
+    fits = key.between(prefix, last) if store.is_sqlite else key.startswith(prefix, autoescape=True)
     with store.read() as connection:
-        found = connection.execute(query).all()
+        found = connection.execute(select(settings).where(fits)).all()
     return {row.key.removeprefix(prefix): json.loads(row.value) for row in found}
 
 

@@ -159,4 +159,5 @@ def _now_s(connection: Connection) -> float:
 
 
 def _begins(prefix: str) -> ColumnElement[bool]:
+    """PostgreSQL reads all settings to find these: its index is in the order of a locale."""
     return settings.c.key.startswith(prefix, autoescape=True)

@@ -192,7 +192,7 @@ class CallCosts:
             for kept in (self.ttft, self.tpot):
                 while len(kept) > LEAST_CALLS and now_s - kept[0].at_s > WINDOW_S:
                     kept.popleft()
-            self.learnt = learnt_slo(_sum_up(online_cost, self.ttft, self.tpot))
+            self.learnt = learnt_slo(online_cost, self.ttft, self.tpot)
             recent = (
                 [call for call in kept if now_s - call.at_s <= WINDOW_S]
                 for kept in (self.ttft, self.tpot)
@@ -201,16 +201,18 @@ class CallCosts:
         return self._summed
 
 
-def learnt_slo(seen: CostTelemetry) -> OnlineSlo:
-    """What `slo: auto` promises: `online_cost` times what 99 of 100 calls would have had alone; the
-    default until that is known of `LEAST_CALLS`, and where it is no time at all."""
-    ttft_s, tpot_s, cost = seen.alone_ttft_p99_s, seen.alone_tpot_p99_s, seen.online_cost
-    if seen.num_calls < LEAST_CALLS or not (ttft_s and tpot_s and cost):
-        return OnlineSlo()
-    bounds_s = min(cost * ttft_s, MAX_BOUND_S), min(cost * tpot_s, MAX_BOUND_S)
-    if not all(bound_s > 0 for bound_s in bounds_s):
-        return OnlineSlo()
-    return OnlineSlo(ttft_s=bounds_s[0], tpot_s=bounds_s[1])
+def learnt_slo(
+    online_cost: float | None, ttft: Collection[Latency], tpot: Collection[Latency]
+) -> OnlineSlo:
+    """What `slo: auto` promises: `online_cost` times what 99 of 100 calls would have had alone; of
+    each the default until it is known of `LEAST_CALLS`, and where it is no time at all."""
+    bounds_s: dict[str, float] = {}
+    for name, kept in (("ttft_s", ttft), ("tpot_s", tpot)):
+        _, alone_s = _of([latency.alone_s for latency in kept])
+        bound_s = min((online_cost or 0.0) * (alone_s or 0.0), MAX_BOUND_S)
+        if len(kept) >= LEAST_CALLS and bound_s > 0:
+            bounds_s[name] = bound_s
+    return OnlineSlo(**bounds_s)
 
 
 Percentiles = tuple[float | None, float | None]

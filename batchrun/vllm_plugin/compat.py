@@ -91,6 +91,7 @@ METHODS: tuple[tuple[type, str, tuple[str, ...]], ...] = (
     (Scheduler, "schedule", ("throttle_prefills",)),
     (Scheduler, "update_from_output", ("scheduler_output", "model_runner_output")),
     (Scheduler, "reset_prefix_cache", ()),
+    (Scheduler, "set_pause_state", ("pause_state",)),
     (KVCacheManager, "get_computed_blocks", ("request",)),
     (KVCacheManager, "get_blocks", ("request_id",)),
     (KVCacheManager, "prefix_cache_lookup_enabled", ("request",)),

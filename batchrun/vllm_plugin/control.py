@@ -283,6 +283,7 @@ class DaemonLink:
         self._answers, self._served_by = Path(), state.facts.engine.model
         self._labels: dict[str, bytes] = {}
         self._report_at_s = self._keep_at_s = float("-inf")
+        self._pause = 0
         self.control = Control(started, max_running, state.nonce, refusal)
         self.meter = Meter()
 
@@ -329,6 +330,11 @@ class DaemonLink:
             lengths = view.num_prompt_tokens, view.handle.num_output_tokens
             self.control.calls.ended(view.request_id, *lengths)
 
+    def paused(self, pause: int) -> None:
+        """vLLM gives steps to fewer requests from now on, or to all again."""
+        self._pause = pause
+        self._report(self._state.clock())
+
     def note(self, output: SchedulerOutput, predicted_s: float, now_s: float) -> None:
         """A step was scheduled: count it, and report if it is time or nothing is left to do."""
         if self._last_steps is not None and output.total_num_scheduled_tokens:
@@ -344,7 +350,7 @@ class DaemonLink:
         if self._state.settings.slo == "auto":
             self.meter.costs.telemetry(now_s, self._state.settings.cost_in_force)
             self._state.slo = self.meter.costs.learnt
-        if self._channel is not None and (now_s >= self._report_at_s or not views):
+        if self._channel is not None and (now_s >= self._report_at_s or self._pause or not views):
             self._report(now_s)
 
     def telemetry(self, now_s: float) -> Telemetry:
@@ -359,6 +365,7 @@ class DaemonLink:
             max_running=self._max_running,
             is_offline_on=in_force.is_offline_on,
             online_queue=in_force.online_queue,
+            pause=self._pause,
             cost=self.meter.costs.telemetry(now_s, state.settings.cost_in_force),
             kv=KvTelemetry(
                 reserve_blocks=state.estimates.reserve_blocks(0),

@@ -116,6 +116,12 @@ class ColocatedScheduler(AsyncScheduler):
         for request in waiting:
             self.waiting.add_request(request)
 
+    def set_pause_state(self, pause_state: PauseState) -> None:
+        """Pause or go on, and say so: no step may come that would."""
+        super().set_pause_state(pause_state)
+        with self.state.surviving:
+            self.daemon_link.paused(pause_state.value)
+
     def shutdown(self) -> None:
         """Close the channel, then what vLLM has."""
         self.daemon_link.close()
@@ -385,7 +391,7 @@ class ColocatedScheduler(AsyncScheduler):
         self.daemon_link.meter.ended(now_s)
         if ended is not None:
             load, seconds, predicted_s = ended
-            self.daemon_link.meter.timed(predicted_s, seconds)
+            self.daemon_link.meter.timed(load.num_tokens, predicted_s, seconds)
             if self._recorder is None:
                 state.estimates.observe(load, seconds)
             else:

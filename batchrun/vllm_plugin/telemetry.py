@@ -187,11 +187,15 @@ class Meter:
         if self._shares:
             self._latency = self._shares.popleft()
 
-    def timed(self, predicted_s: float, measured_s: float) -> None:
-        """How long a step was expected to take, and took."""
-        self.step.num_timed_steps += 1
-        self.step.predicted_s += predicted_s
-        self.step.measured_s += measured_s
+    def timed(self, num_tokens: int, predicted_s: float, measured_s: float) -> None:
+        """How long a step of so many tokens was expected to take, and took."""
+        step = self.step
+        step.num_timed_steps += 1
+        step.predicted_s += predicted_s
+        step.measured_s += measured_s
+        step.longest_s = max(step.longest_s, measured_s)
+        if num_tokens >= step.largest_tokens:
+            step.largest_tokens, step.largest_s = num_tokens, measured_s
 
     def token(self, view: RequestView, now_s: float) -> None:
         """An online request got its next token; `first_token_at_s` is not set by the first yet."""

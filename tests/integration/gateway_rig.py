@@ -51,6 +51,7 @@ class Engine:
     reply_headers: dict[str, str] = field(default_factory=dict)
     dies_by: str = ""
     dies_after_s: float = 0.0
+    lists_after_s: float = 0.0
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.read()
@@ -97,6 +98,9 @@ class Engine:
             if document["model"] == "gated":
                 await self.gate.acquire()
             await response.write(_event(index))
+        while document["model"] == "commented":
+            await response.write(b": keep-alive\n\n")
+            await asyncio.sleep(0.1)
         if document["model"] == "break" and request.transport is not None:
             request.transport.abort()
             return response
@@ -112,6 +116,7 @@ class Engine:
 
     async def models(self, request: web.Request) -> web.Response:
         self.seen.append(Seen(request.raw_path, request.headers, b""))
+        await asyncio.sleep(self.lists_after_s)
         ids = ("tiny", "org/name")
         return web.json_response({"object": "list", "data": [_model(name) for name in ids]})
 

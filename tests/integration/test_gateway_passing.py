@@ -8,8 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gateway_rig import CHAT, rig
+from gateway_rig import CHAT, rig, running_engine, running_gateway, write_upstreams
 from yarl import URL
+
+from batchrun.server.gateway.forward import HEALTH_S
+from batchrun.server.gateway.shared_book import FAILURES
+from benchmarks.deployment import free_port
 
 HELLO = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
 PATHS = [CHAT, "/v1/completions", "/v1/embeddings", "/v1/responses"]
@@ -234,6 +238,32 @@ async def test_models_are_listed_and_found_under_either_spelling(tmp_path: Path)
         async with gateway.session.get(gateway.url + "/v1/models/none") as reply:
             assert reply.status == 404
             assert (await reply.json())["error"]["code"] == "model_not_found"
+
+
+async def test_the_model_of_an_engine_that_is_slow_or_away_is_not_unknown(tmp_path: Path) -> None:
+    upstreams = tmp_path / "upstreams.json"
+    async with running_engine() as slow:
+        slow.lists_after_s = HEALTH_S + 0.5
+        urls = [slow.url, f"http://127.0.0.1:{free_port()}"]
+        write_upstreams(upstreams, urls, models=["away"])
+        async with running_gateway(upstreams) as gateway:
+            for name, status in (("tiny", 200), ("away", 503), ("none", 404)):
+                async with gateway.session.get(f"{gateway.url}/v1/models/{name}") as reply:
+                    assert reply.status == status
+                slow.lists_after_s = 0.0
+
+
+async def test_an_engine_that_is_away_and_told_no_models_may_have_any(tmp_path: Path) -> None:
+    upstreams = tmp_path / "upstreams.json"
+    async with running_engine() as well:
+        write_upstreams(upstreams, [f"http://127.0.0.1:{free_port()}", well.url], models=[])
+        async with running_gateway(upstreams) as gateway:
+            for _ in range(FAILURES):
+                async with gateway.session.get(gateway.url + "/v1/models/none") as reply:
+                    assert reply.status == 503
+                    assert "lists none" in (await reply.json())["error"]["message"]
+            async with gateway.session.get(gateway.url + "/metrics") as reply:
+                assert '_ejections_total{engine="engine-0"} 0.0' in await reply.text()
 
 
 IMAGE = '{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "%s"}}]}'

@@ -72,7 +72,7 @@ def test_a_wrong_call_is_one_line(cli: Cli, call: str, exit_code: int, line: str
         ("{{ text }}", "{{ text /", "job.yaml:6: input.messages[0].content: template line 1: "),
         ("[text]", "[txt]", "job.yaml:8: output.keep[0]: the input has no column 'txt' (did you"),
         ("id: id", "id: idd", "input.id: the input has no column 'idd' (did you mean 'id'?)"),
-        ("id: id", "id: text", "row 2: id 'a' (column 'text') is also the id of row 0"),
+        ("id: id", "id: text", "row 2: id 'a' (column 'text') is also the id of "),
         ("rows.parquet", "absent.parquet", "absent.parquet: no such file"),
         ("rows.parquet", "no*.parquet", "no*.parquet: no file matches this pattern"),
         ("rows.parquet", "folder", "folder: is a folder; name a file, or a glob such as"),

@@ -11,6 +11,7 @@ import pytest
 from deployment_rig import JOB_FILE, DeploymentRig
 from gateway_rig import CHAT, Gateway, running_engine, running_gateway, write_upstreams
 
+from batchrun.server.gateway.forward import YOUNG_S
 from benchmarks.deployment import free_port
 
 HELLO: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
@@ -55,15 +56,17 @@ async def figures_of(gateway: Gateway) -> str:
     ("path", "num_pieces", "words"),
     [(CHAT, 0, "in time"), ("/v1/responses", 0, "in time"), (CHAT, 1, "stopped in the middle")],
 )
+@pytest.mark.parametrize("model", ["gated", "commented"])
 async def test_a_stream_that_stops_ends_with_an_error_event(
-    tmp_path: Path, path: str, num_pieces: int, words: str
+    tmp_path: Path, path: str, num_pieces: int, words: str, model: str
 ) -> None:
     upstreams = tmp_path / "upstreams.json"
     async with running_engine() as engine:
         write_list(upstreams, engine.url)
         for _ in range(num_pieces):
             engine.gate.release()
-        body = HELLO | {"model": "gated", "stream": True}
+        body = HELLO | {"model": model, "stream": True}
+        body |= {"n_chunks": num_pieces} if model == "commented" else {}
         async with running_gateway(upstreams) as gateway, gateway.post(body, path=path) as reply:
             assert reply.status == 200
             *_, last = (await reply.text()).strip().split("\n\n")
@@ -85,6 +88,17 @@ async def test_an_engine_whose_calls_fail_is_left_alone_until_one_succeeds(tmp_p
                 pass
             assert len(engine.seen) == 1
             assert (await status_of(gateway, HELLO))[0] == 200
+
+
+async def test_calls_that_meet_the_same_death_eject_an_engine_once(tmp_path: Path) -> None:
+    upstreams = tmp_path / "upstreams.json"
+    async with running_engine() as dying, running_engine() as well:
+        dying.dies_by, dying.dies_after_s = "500", YOUNG_S / 2
+        write_upstreams(upstreams, [dying.url, well.url])
+        async with running_gateway(upstreams) as gateway:
+            told = await asyncio.gather(*(status_of(gateway, HELLO) for _ in range(20)))
+            assert {status for status, *_ in told} == {200}
+            assert f"{EJECTIONS} 1.0" in await figures_of(gateway)
 
 
 async def test_calls_that_hang_eject_an_engine_and_go_elsewhere(tmp_path: Path) -> None:

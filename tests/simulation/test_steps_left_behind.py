@@ -1,8 +1,9 @@
 """The scheduler leaves a file of what it ran last, true after every step, and one of how long
-answers were."""
+answers were; while it is paused it says so."""
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections import deque
 from pathlib import Path
@@ -10,7 +11,10 @@ from pathlib import Path
 import pytest
 import scheduler_rig
 from scheduler_rig import make_request
+from vllm.v1.core.sched.interface import PauseState
 
+from batchrun.daemon.engine_link import EngineLink
+from batchrun.engine.sockets import EngineSockets
 from batchrun.estimator.call_history import FIRST_LIKELY_TOKENS
 from batchrun.vllm_plugin.control import ANSWERS_SUFFIX
 from batchrun.vllm_plugin.scheduler import ColocatedScheduler
@@ -64,3 +68,39 @@ def test_the_next_engine_knows_how_long_answers_were(
     assert likely_tokens[0] == FIRST_LIKELY_TOKENS
     assert 15 < likely_tokens[1] < 30
     assert (tmp_path / f"engine-0{ANSWERS_SUFFIX}").stat().st_mode & 0o777 == 0o600
+
+
+async def test_a_paused_engine_says_so_without_a_step_and_owes_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(CHANNEL_VARIABLE, str(tmp_path / "engine-0"))
+    scheduler = scheduler_rig.build(policy="echo", token_budget=64, max_num_seqs=1)
+    link = EngineLink(EngineSockets(tmp_path / "engine-0"), "one")
+    hearing = asyncio.create_task(link.run(lambda: None))
+
+    def has_work() -> bool:
+        look = link.look(has_rows=True)
+        return look is not None and look.has_work
+
+    async def has_work_at(pause: PauseState) -> bool:
+        scheduler.set_pause_state(pause)
+        while link.telemetry is None or link.telemetry.pause != pause:
+            await asyncio.sleep(0.01)
+        return has_work()
+
+    try:
+        async with asyncio.timeout(30):
+            for row in range(2):
+                scheduler.add_request(make_request(f"row-{row}", 60, row=row, max_tokens=9))
+            scheduler_rig.step(scheduler)
+            states = (PauseState.PAUSED_ALL, PauseState.UNPAUSED, PauseState.PAUSED_NEW)
+            assert [await has_work_at(each) for each in states] == [False, True, True]
+            while scheduler.has_requests():
+                scheduler_rig.step(scheduler)
+            assert len(scheduler.waiting) == 1
+            while has_work():
+                await asyncio.sleep(0.01)
+    finally:
+        hearing.cancel()
+        await asyncio.wait([hearing])
+        scheduler.shutdown()

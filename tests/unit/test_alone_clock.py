@@ -15,7 +15,6 @@ from batchrun.vllm_plugin.alone import (
     learnt_slo,
 )
 from batchrun.vllm_plugin.settings import OnlineSlo, PluginSettings, read_settings
-from batchrun.wire import CostTelemetry
 
 
 def test_a_step_without_rows_counts_whole_and_one_with_rows_in_part() -> None:
@@ -73,13 +72,25 @@ def test_between_two_tokens_fewer_prompts_would_have_come_alone() -> None:
 
 
 def test_bounds_are_learnt_from_what_calls_would_have_had_alone() -> None:
-    seen = CostTelemetry(1.5, LEAST_CALLS, alone_ttft_p99_s=0.2, alone_tpot_p99_s=0.02)
+    first, later = [Latency(0.0, 0.4, 0.2)] * LEAST_CALLS, [Latency(0.0, 0.04, 0.02)] * LEAST_CALLS
 
-    learnt = learnt_slo(seen)
+    learnt = learnt_slo(1.5, first, later)
 
     assert (learnt.ttft_s, learnt.tpot_s) == pytest.approx((0.3, 0.03))
-    few = CostTelemetry(1.5, LEAST_CALLS - 1, alone_ttft_p99_s=0.2, alone_tpot_p99_s=0.02)
-    assert learnt_slo(few) == learnt_slo(CostTelemetry()) == OnlineSlo()
+    assert learnt_slo(1.5, first[1:], later) == OnlineSlo(tpot_s=learnt.tpot_s)
+    assert learnt_slo(None, first, later) == learnt_slo(1.5, [], []) == OnlineSlo()
+
+
+@pytest.mark.parametrize("num_longer", [0, 1, LEAST_CALLS - 1])
+def test_answers_of_one_token_teach_the_ttft_alone(num_longer: int) -> None:
+    costs = CallCosts()
+    costs.ttft.extend([Latency(0.0, 0.4, 0.2)] * LEAST_CALLS)
+    costs.tpot.extend([Latency(0.0, 0.04, 0.02)] * num_longer)
+
+    costs.telemetry(1.0, 1.5)
+
+    assert costs.learnt.ttft_s == pytest.approx(0.3)
+    assert costs.learnt.tpot_s == OnlineSlo().tpot_s
 
 
 def test_what_was_learnt_holds_in_a_lull_and_on_an_engine_with_few_calls() -> None:
@@ -98,9 +109,7 @@ def test_what_was_learnt_holds_in_a_lull_and_on_an_engine_with_few_calls() -> No
 
 @pytest.mark.parametrize("ttft_s", [-5.0, 1e-300 * 1e-300, float("nan"), float("inf"), 1e12])
 def test_whatever_was_measured_some_bounds_are_learnt(ttft_s: float) -> None:
-    seen = CostTelemetry(1.5, LEAST_CALLS, alone_ttft_p99_s=ttft_s, alone_tpot_p99_s=0.02)
-
-    assert 0 < learnt_slo(seen).ttft_s <= MAX_BOUND_S
+    assert 0 < learnt_slo(1.5, [Latency(0.0, 0.4, ttft_s)] * LEAST_CALLS, []).ttft_s <= MAX_BOUND_S
 
 
 def settings(**given: object) -> PluginSettings:

@@ -70,7 +70,7 @@ def test_the_engine_with_the_fewest_calls_in_flight_comes_first(book: int) -> No
 def test_an_engine_that_refused_comes_last_until_it_has_cooled_down(book: int) -> None:
     balancer = worker(book)
     call = streamed(balancer)
-    balancer.mark_down(ONE, now_s=10)
+    balancer.mark_down(ONE, now_s=10, found=0)
     assert balancer.candidates(call, now_s=10) == [TWO, ONE]
     assert balancer.candidates(call, now_s=10 + COOLDOWN_S) == [ONE, TWO]
 
@@ -120,7 +120,7 @@ def test_an_engine_started_anew_comes_before_the_last_choice_at_once(
     book: int, *, is_seen_away: bool
 ) -> None:
     balancer = worker(book)
-    balancer.mark_down(ONE, now_s=10)
+    balancer.mark_down(ONE, now_s=10, found=0)
     if is_seen_away:
         balancer.replace([replace(ONE, is_ready=False), TWO], "least")
     balancer.replace([replace(ONE, started=1), replace(TWO, is_last_choice=True)], "least")
@@ -275,8 +275,11 @@ def test_the_choices_of_a_reply_are_counted_where_that_can_be(
     assert read_prompt(chat("hi", **others)).num_choices == num
 
 
-def test_a_stream_of_few_pieces_is_waited_for_as_an_answer_is(book: int) -> None:
-    text = worker(book).read(chat("hi", stream=True, stream_interval=10**6)).text
+@pytest.mark.parametrize("others", [{"stream_interval": 10**6}, {"include_reasoning": False}])
+def test_a_stream_of_few_pieces_is_waited_for_as_an_answer_is(
+    book: int, others: dict[str, object]
+) -> None:
+    text = worker(book).read(chat("hi", stream=True, **others)).text
     waits_s = CallTimeouts().of(is_stream=True, is_sparse=text.is_sparse, is_offline=False)
     assert waits_s == (300.0, 3_600.0)
 

@@ -250,11 +250,23 @@ def test_an_overdue_document_that_waits_for_running_rows_holds_the_others_back()
     smaller = row("row 2", prompt=600, document="B")
 
     def planned_at(now_s: float) -> Plan:
-        engine = view(running=[running], waiting=[head, smaller], free_blocks=195, now_s=now_s)
-        return policy.plan(engine)
+        fields: dict[str, Any] = {"free_blocks": 195, "watermark_blocks": 10, "now_s": now_s}
+        return policy.plan(view(running=[running], waiting=[head, smaller], **fields))
 
     assert names(planned_at(NOW_S).admit) == ["row 2"]
     assert planned_at(NOW_S + 10.5).admit == ()
+    assert planned_at(NOW_S + 31.0).admit == ()
+
+
+def test_an_overdue_document_that_lacks_the_watermark_beside_calls_holds_nobody_back() -> None:
+    policy, running = EchoPolicy(EchoOptions(), ArrivalOrder()), decoding_call()
+    head = row("row 1", prompt=1_890, document="A")
+    smaller = row("row 2", prompt=600, document="B")
+    fields: dict[str, Any] = {"free_blocks": 195, "watermark_blocks": 10}
+
+    for waited_s in (0.0, 10.5, 31.0):
+        engine = view(running=[running], waiting=[head, smaller], now_s=NOW_S + waited_s, **fields)
+        assert names(policy.plan(engine).admit) == ["row 2"]
 
 
 def test_a_row_comes_in_whatever_is_reserved_where_nothing_else_is_there() -> None:

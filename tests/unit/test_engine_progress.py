@@ -14,7 +14,9 @@ from batchrun.engine.progress import (
     Progress,
     look_at_page,
     step_bound_s,
+    without_held,
 )
+from batchrun.wire import StepTelemetry, Telemetry
 
 
 def watched(
@@ -61,13 +63,20 @@ def test_an_engine_that_is_started_anew_begins_with_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_steps", "total_s", "bound_s"),
-    [(0, 0.0, UNKNOWN_STEP_S), (1_000, 20.0, SILENT_S), (10, 600.0, 1_200.0)],
+    ("step", "bound_s"),
+    [
+        (StepTelemetry(), UNKNOWN_STEP_S),
+        (StepTelemetry(1_000, 1_000, 0.0, 20.0, 2.0, 0.1, 500), SILENT_S),
+        (StepTelemetry(10, 10, 0.0, 600.0, 60.0, 60.0, 2_048), 1_200.0),
+        # Decodes of 0.3 s, and a prompt: a full step, a part of one, or one that was stuck.
+        (StepTelemetry(201, 201, 0.0, 100.0, 40.0, 40.0, 2_048), 160.0),
+        (StepTelemetry(201, 201, 0.0, 60.0, 0.5, 0.5, 32), 65.0),
+        (StepTelemetry(5_000, 5_000, 0.0, 60.0, 0.05, 0.02, 4), SILENT_S),
+        (StepTelemetry(20_001, 20_001, 0.0, 6_900.0, 900.0, 40.0, 2_048), UNKNOWN_STEP_S),
+    ],
 )
-def test_a_step_may_take_many_times_as_long_as_others(
-    num_steps: int, total_s: float, bound_s: float
-) -> None:
-    assert step_bound_s(num_steps, total_s) == bound_s
+def test_a_step_may_take_many_times_as_long_as_others(step: StepTelemetry, bound_s: float) -> None:
+    assert step_bound_s(Telemetry("start", 1.0, "echo", 2_048, True, step=step)) == bound_s
 
 
 def page(num_running: str = "3", num_steps: int = 7) -> str:
@@ -87,9 +96,29 @@ def test_any_counter_of_the_core_that_moves_is_progress() -> None:
     assert later.mark != before.mark
 
 
-@pytest.mark.parametrize("text", ["", page("0.0"), page("many"), "vllm:num_requests_running"])
+ASLEEP = 'vllm:engine_sleep_state{engine="0",sleep_state="awake"} 0.0\n'
+
+
+@pytest.mark.parametrize(
+    "text", ["", page("0.0"), page("many"), "vllm:num_requests_running", page("0.0") + ASLEEP]
+)
 def test_a_page_without_queues_shows_no_work(text: str) -> None:
     assert not look_at_page(text).has_work
+
+
+def test_an_engine_that_sleeps_has_its_work_still_and_owes_no_progress() -> None:
+    progress, asleep = Progress(), look_at_page(page() + ASLEEP)
+    for now_s in range(400):
+        progress.see(asleep, float(now_s), newest_s=1.0)
+    assert asleep.has_work and progress.is_doubtful and progress.stalled_s == 0
+    progress.see(look_at_page(page()), 400.0)
+    assert not progress.is_doubtful
+
+
+def test_what_a_scheduler_told_long_ago_holds_no_work_back() -> None:
+    heard = 100.0, Telemetry("start", 1.0, "echo", 2_048, is_offline_on=False)
+    looks = [without_held(look_at_page(page()), heard, now_s) for now_s in (104.0, 106.0)]
+    assert [look.has_work for look in looks] == [False, True]
 
 
 def test_an_engine_that_says_nothing_has_the_short_bound() -> None:

@@ -263,8 +263,8 @@ def test_the_gateway_counts_no_number_of_tokens_that_can_be_none(told: str) -> N
 @pytest.mark.parametrize("num_bytes", [1, 30, 1_000])
 def test_a_response_begins_with_the_first_event_that_the_core_had_a_part_in(num_bytes: int) -> None:
     usage = ReplyUsage()
-    opening = b"".join(
-        b'event: response.%s\ndata: {"told": "data:"}\n\n' % name
+    opening = b": ping\r\n\r\n" + b"".join(
+        b': keep-alive\n\nevent: response.%s\ndata: {"told": "data:"}\n\n' % name
         for name in (b"created", b"in_progress")
     )
     for start in range(0, len(opening), num_bytes):
@@ -287,10 +287,11 @@ def test_a_response_begins_with_the_first_event_that_the_core_had_a_part_in(num_
 def test_the_pace_is_that_of_the_tokens_of_one_choice(
     usage: ReplyUsage, told: bytes, tpot_s: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    instants = iter((5.0, 7.0))
+    instants = iter((5.0, 7.0, 9.0))
     monkeypatch.setattr(ReplyUsage, "now_s", staticmethod(lambda: next(instants)))
     usage.feed(b"{")
     usage.feed(told)
+    usage.feed(b": keep-alive\n\n")
     assert usage.tpot_s == pytest.approx(tpot_s)
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+import polars as pl
 import pytest
 from store_builders import fail_job
 
@@ -15,8 +17,10 @@ from batchrun.daemon.engine_link import Slot
 from batchrun.daemon.prices import EngineSeconds, read_spent
 from batchrun.engine.command import AttachedSettings
 from batchrun.engine.engine import AttachedEngine
+from batchrun.jobs.inputs.rows import FileState
 from batchrun.jobs.results.keeping import ORPHAN_AGE_S, find_unused_rows, remove
 from batchrun.pool.row_queue import Window
+from batchrun.python.frames import kept_rows
 from batchrun.store import jobs
 from batchrun.store.database import Store, open_store
 from batchrun.store.jobs import JobRecord, NewJob
@@ -105,26 +109,35 @@ def test_rows_stay_while_a_job_s_results_do_and_go_with_them(store: Store, tmp_p
     assert found(made, now_s=1e12) == []
     assert found([made[0], gone[1]]) == [uploads / DRAFT]
     assert found([gone[0], made[0], gone[1]]) == [uploads / DRAFT]
-    assert found(gone) == [*reversed(paths[:2]), uploads / DRAFT]
+    assert found(gone) == [uploads / DRAFT], "a call may have found the rows that lie there"
+    assert found(gone, now_s=1e12) == [*reversed(paths[:2]), uploads / DRAFT]
     assert found([]) == []
     (frames / "theirs.parquet").write_bytes(b"x")
     assert frames / "theirs.parquet" not in found([], now_s=1e12)
-    for unused in find_unused_rows(gone, kept_in=kept_in, now_s=0.0):
+    for unused in find_unused_rows(gone, kept_in=kept_in, now_s=1e12):
         remove(unused)
         remove(unused)
     assert [*frames.iterdir(), *uploads.iterdir()] == [frames / "theirs.parquet"]
 
 
-def test_rows_that_no_job_names_go_after_a_day(tmp_path: Path) -> None:
-    path = tmp_path / f"{DIGEST}.parquet"
-    path.write_bytes(b"x")
+def test_rows_that_no_job_names_go_a_day_after_the_last_call(tmp_path: Path) -> None:
+    path = kept_rows(table := pl.DataFrame({"text": ["a"]}), tmp_path)
     os.utime(path, (NOW_S, NOW_S))
+    before = path.stat()
+    (unused,) = find_unused_rows([], kept_in=(tmp_path,), now_s=1e12)
+    time.sleep(0.05)
 
-    def found(now_s: float) -> int:
-        return len(find_unused_rows([], kept_in=(tmp_path,), now_s=now_s))
+    assert kept_rows(table, tmp_path) == path
+    remove(unused)
 
-    assert found(NOW_S + ORPHAN_AGE_S - 1) == 0
-    assert found(NOW_S + ORPHAN_AGE_S + 1) == 1
+    asked_at = path.stat().st_ctime
+    assert FileState.of(path) == FileState(
+        before.st_dev, before.st_ino, before.st_size, before.st_mtime_ns
+    ), "jobs that read it are not disturbed"
+    assert asked_at > before.st_ctime
+    for past_s, num_found in ((-1, 0), (1, 1)):
+        now_s = asked_at + ORPHAN_AGE_S + past_s
+        assert len(find_unused_rows([], kept_in=(tmp_path,), now_s=now_s)) == num_found
 
 
 def test_the_end_of_a_job_is_noted_in_the_transaction_that_ends_it(store: Store) -> None:

@@ -9,6 +9,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from aiohttp import web
 from multidict import CIMultiDict, CIMultiDictProxy
 
 from batchrun.errors import ConfigError
@@ -17,7 +18,7 @@ from batchrun.keys import is_loopback
 from batchrun.server.gateway.admission import choose_class
 from batchrun.server.gateway.app import parse_listen
 from batchrun.server.gateway.envelope import as_envelope
-from batchrun.server.gateway.http import STALLED_READER_S, bind
+from batchrun.server.gateway.http import STALLED_READER_S, GatewayProtocol, bind
 from batchrun.server.gateway.replies import Rewriting
 from batchrun.server.gateway.upstreams import FollowedFile, Upstream, Upstreams, read_upstreams
 
@@ -174,6 +175,33 @@ def test_the_kernel_cuts_off_who_takes_no_byte_of_an_answer() -> None:
             with closing(accepted):
                 limit_ms = accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
     assert limit_ms == STALLED_READER_S * 1_000
+
+
+async def test_a_drain_lets_a_call_end_whose_bytes_have_just_come(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("batchrun.server.gateway.http.CANCEL_S", 0.01)
+    ended = []
+
+    async def handle(request: web.BaseRequest) -> web.Response:
+        assert isinstance(request.protocol, GatewayProtocol)
+        with request.protocol.answering(request.content):
+            await asyncio.sleep(0.2)
+            ended.append(request.path)
+            return web.Response()
+
+    server = web.Server(handle, handler_cancellation=True)
+    ours, callers = socket.socketpair()
+    with closing(callers):
+        loop = asyncio.get_running_loop()
+        _, protocol = await loop.connect_accepted_socket(
+            lambda: GatewayProtocol(server, head_s=60.0), ours
+        )
+        await asyncio.sleep(0)
+        protocol.data_received(b"GET /last HTTP/1.1\r\nHost: a\r\n\r\n")
+        server.pre_shutdown()
+        await server.shutdown(60.0)
+    assert ended == ["/last"]
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,8 @@ from batchrun.jobs.inputs.input_data import InputData, check_columns, open_input
 from batchrun.jobs.spec import InputSpec, JobSpec
 from batchrun.jobs.submit import prepare_job
 
+INCHES = b'1,Monitor 24" wide\n2,TV 42" LCD, black\n'
+
 
 def open_path(path: Path | str, **options: object) -> InputData:
     return open_input(InputSpec.model_validate({"path": str(path), **options}))
@@ -60,7 +62,13 @@ def read_all(path: Path | str) -> None:
         ("a.csv", b'a,b\n"x\ny",2\n3,4,5\n', "a.csv:4: 3 fields where the header has 2"),
         ("a.csv", b"a,b\n1,x\n1,x\ry\n2,z\n", "a.csv:3: a carriage return stands outside quotes"),
         ("a.csv", b"a\nx\ry\n", "a.csv:2: a carriage return stands outside quotes"),
-        ("a.csv", b'a,b\n1,"2\n', "a.csv: a quoted field is never closed"),
+        ("a.csv", b'a,b\n1,2\n3,"4\n5,6\n\n7,8', "a.csv:3: a quoted field is never closed"),
+        ("a.csv", b'a\n"\n\n', "a.csv:2: a quoted field is never closed"),
+        ("a.csv", b'a\n5" disk\nx\n"y\nz"\n', "a.csv:2: a quote stands inside"),
+        ("a.csv", b'a\nx\n1"\n2"\n3"\ny\n', "a.csv:3: a quote stands inside"),
+        ("a.csv", b"a,b\n" + INCHES, "a.csv:2: a quote stands inside an unquoted field"),
+        ("a.csv", b"a,b\n0,x\n" + INCHES + b"3,y\n", "a.csv:3: a quote stands inside"),
+        ("a.csv", b"a,b\n" + (b"1,x\n" * 9 + b'1,x"\n') * 2, "a.csv:11: a quote stands inside"),
         ("a.csv", b"a,b\n1,2\n1,\xff\n", "a.csv:3: not UTF-8 text"),
         ("a.csv", b"a,a\n1,2\n", "a.csv: two columns are named 'a'"),
         ("a.data", b"x", "a.data: unknown format; set input.format"),
@@ -119,6 +127,18 @@ def test_a_parquet_file_damaged_inside_is_refused_when_read(tmp_path: Path) -> N
     raw[4:2000] = b"\xff" * 1996
     path.write_bytes(raw)
     assert f"{path}: damaged" in problem_of(lambda: read_all(path))
+
+
+@pytest.mark.parametrize("within", [pa.list_, lambda kind: pa.struct({"k": kind})])
+def test_no_decimal_within_a_list_or_struct_is_rounded(
+    tmp_path: Path, within: Callable[[pa.DataType], pa.DataType]
+) -> None:
+    for kind in (pa.decimal128(20, 2), pa.float64()):
+        values = pa.nulls(1, within(kind))
+        pq.write_table(pa.table({"v": values}), tmp_path / f"{kind}.parquet")
+    with open_path(f"{tmp_path}/*.parquet") as data:
+        problem = problem_of(lambda: data.check_types(["v"], is_one_table=True))
+    assert ".parquet: its column types differ from those of the other files" in problem
 
 
 def test_an_unusable_type_is_refused_only_when_used(tmp_path: Path) -> None:

@@ -222,13 +222,28 @@ def test_a_duplicate_id_names_both_rows(tmp_path: Path) -> None:
     ids: list[object] = [*map(str, range(500)), "77"]
     with open_ids(tmp_path / "a.jsonl", ids) as data, pytest.raises(DataError) as caught:
         check_ids(data)
-    assert "row 500: id '77' (column 'id') is also the id of row 77" in str(caught.value)
+    path = tmp_path / "a.jsonl"
+    line = f"{path}:501: id '77' (column 'id') is also the id of {path}:78; ids must be unique"
+    assert str(caught.value) == line
+
+
+def test_rows_of_several_files_are_named_where_they_stand(tmp_path: Path) -> None:
+    paths = [str(write_parquet(tmp_path / "a.parquet", 3)), str(tmp_path / "b.jsonl")]
+    (tmp_path / "b.jsonl").write_text('{"id": "x"}\n\n{"id": "r2"}\n')
+    with (
+        open_input(InputSpec(path=(*paths, paths[0]), id="id")) as data,
+        pytest.raises(DataError) as caught,
+    ):
+        check_ids(data)
+    assert f"b.jsonl:3: id 'r2' (column 'id') is also the id of {paths[0]}: row 2;" in str(
+        caught.value
+    )
 
 
 @pytest.mark.parametrize(("value", "kind"), [(None, "null"), (1.5, "a float"), (True, "a bool")])
 def test_an_id_that_is_no_id_is_refused(tmp_path: Path, value: object, kind: str) -> None:
     with (
         open_ids(tmp_path / "a.jsonl", ["a", value]) as data,
-        pytest.raises(DataError, match=f"row 1: the id .* is {kind}"),
+        pytest.raises(DataError, match=f"a.jsonl:2: the id .* is {kind}"),
     ):
         check_ids(data)

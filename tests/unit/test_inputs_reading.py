@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import datetime
 import gzip
 import json
 import os
@@ -178,6 +179,16 @@ def test_whole_numbers_that_a_float_would_round_stay_whole(tmp_path: Path) -> No
     assert batch.to_pydict() == {"n": [str(large), "0.5"], "m": [large, 1]}
 
 
+def test_large_whole_numbers_stay_whole_beside_a_file_of_floats(tmp_path: Path) -> None:
+    large = 2**53 + 1
+    write_rows(tmp_path / "a.jsonl", [{"n": large, "m": 1}])
+    write_rows(tmp_path / "b.jsonl", [{"n": 0.5, "m": 0.5}])
+    with open_path(tmp_path / "*.jsonl") as data:
+        batches = [batch for _, batch in data.iter_batches()]
+    found = pa.Table.from_batches(batches).to_pydict()
+    assert found == {"n": [str(large), "0.5"], "m": [1.0, 0.5]}
+
+
 def test_a_file_of_nulls_leaves_a_column_the_type_that_others_give_it(tmp_path: Path) -> None:
     write_rows(tmp_path / "a.jsonl", [{"n": None, "m": None}])
     write_rows(tmp_path / "b.jsonl", [{"n": 1, "m": None}])
@@ -220,6 +231,16 @@ def test_parquet_values_become_native(tmp_path: Path) -> None:
     assert row["s"] == {"k": [1, 2]}
     assert row["n"] is None
     assert str(row["t"]).startswith("2023-11-14")
+
+
+def test_times_as_spark_writes_them_are_right_in_every_year(tmp_path: Path) -> None:
+    times = [datetime.datetime(year, 1, 2, 12) for year in (1, 2020, 9999)]
+    table = pa.table({"t": pa.array(times, pa.timestamp("us"))})
+    pq.write_table(table, tmp_path / "a.parquet", use_deprecated_int96_timestamps=True)
+    with open_path(tmp_path / "a.parquet") as data:
+        ((_, batch),) = data.iter_batches()
+        assert [row["t"] for row in data.read_rows(range(3))] == times
+    assert batch.column("t").to_pylist() == times
 
 
 HUB_JOB = """\

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from echo_views import NOW_S, call, decoding_call, decoding_row, prefilling_row, view
+from echo_views import BLOCK_TOKENS, NOW_S, call, decoding_call, decoding_row, prefilling_row, view
 
 from batchrun.estimator.call_history import (
     EDGES_TOKENS,
@@ -69,6 +69,18 @@ def test_calls_that_wait_will_want_room_too() -> None:
     waiting = [call(f"call {i}") for i in range(10)]
 
     assert longest_step_s(engine(calls, waiting=waiting)) < longest_step_s(engine(calls))
+
+
+@pytest.mark.parametrize("num_calls", [1, 2])
+def test_calls_are_not_taken_to_hold_more_than_they_can(num_calls: int) -> None:
+    """They hold 0.8 of the KV, and no answer so far had 700 tokens."""
+    calls, blocks = CallHistory(), 8_600
+    for tokens in range(100, 700):
+        calls.ended(tokens)
+    prompt = round(0.8 * blocks * BLOCK_TOKENS / num_calls)
+    running = [decoding_call(f"{number}", prompt=prompt) for number in range(num_calls)]
+
+    assert longest_step_s(view(running=running, total_blocks=blocks, calls=calls)) == math.inf
 
 
 def test_rows_keep_to_the_length_of_the_plan() -> None:

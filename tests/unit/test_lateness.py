@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+from random import Random
+
 import numpy as np
 import pytest
 
@@ -12,7 +15,7 @@ from batchrun.routing.lateness import LEAST_PACES, LateCalls
 
 NO_KEYS: KeyArray = np.empty(0, np.uint64)
 CHAT = SloBounds(ttft_s=2.0, tpot_s=0.1)
-SECONDS_A_TOKEN = 0.001
+SECONDS_A_TOKEN, STEP_S = 0.001, 0.5
 
 
 def call(tokens: int) -> Call:
@@ -36,6 +39,14 @@ class Line:
         self.now_s += sent.call.prompt_tokens * SECONDS_A_TOKEN
         self.book.first_token(sent, self.now_s)
         self.late.began(sent, self.now_s)
+
+    def begin_together(self, *sent: Sent) -> None:
+        """In one step, which takes a while whatever is in it."""
+        tokens = sum(each.call.prompt_tokens for each in sent)
+        self.now_s += STEP_S + tokens * SECONDS_A_TOKEN
+        for each in sent:
+            self.book.first_token(each, self.now_s)
+            self.late.began(each, self.now_s)
 
     def learn(self, num: int = LEAST_PACES + 1, engine: int = 0) -> None:
         """The first of them finds nobody, and tells nothing."""
@@ -67,6 +78,43 @@ def test_nothing_is_known_until_calls_have_found_others() -> None:
     for _ in range(99):
         line.send(100)
     assert line.excess_s(100) == 0
+
+
+def test_what_a_call_waits_anyway_is_put_down_to_no_tokens() -> None:
+    line = Line()
+    for _ in range(LEAST_PACES):
+        line.begin_together(line.send(30), line.send(30))
+    line.send(900)
+    assert line.excess_s(30) == 0
+
+
+def test_a_step_that_a_call_finds_under_way_is_put_down_to_no_tokens() -> None:
+    line, draw = Line(), Random(1)
+    waiting: list[Sent] = []
+    free_s = 0.0
+    for came_s in accumulate((draw.expovariate(1.0) for _ in range(200)), initial=1.0):
+        while waiting:
+            line.now_s = max(free_s, waiting[0].at_s)
+            step = [each for each in waiting if each.at_s <= line.now_s]
+            if line.now_s + STEP_S + len(step) * 30 * SECONDS_A_TOKEN > came_s:
+                break
+            line.begin_together(*step)
+            waiting, free_s = waiting[len(step) :], line.now_s
+        line.now_s = came_s
+        waiting.append(line.send(30))
+    line.send(900)
+    assert line.excess_s(30) == 0
+
+
+def test_what_a_call_waits_anyway_comes_to_what_its_line_takes() -> None:
+    line = Line()
+    for _ in range(LEAST_PACES):
+        under_way, behind = line.send(100), line.send(1_000)
+        line.begin_together(under_way)
+        line.begin_together(behind)
+    for _ in range(20):
+        line.send(100)
+    assert line.excess_s(100) == pytest.approx(STEP_S + 0.1)
 
 
 def test_only_what_goes_before_a_call_counts() -> None:

@@ -25,6 +25,7 @@ from batchrun.store.results import StoredResult
 from batchrun.types import RowError, Usage
 
 TIMES = pa.timestamp("ns")
+MONEY = pa.decimal128(20, 2)
 CANCELLED = RowError("cancelled", "the job was cancelled")
 
 
@@ -128,6 +129,8 @@ def categories(start: int) -> pa.Array:
     [
         (pa.array([1, 2]), pa.array([0.5, None]), pa.float64()),
         (pa.array([2**60]), pa.array([0.5, None]), pa.string()),
+        (pa.array(["12345678901234567.89"]).cast(MONEY), pa.array([1.5]), pa.string()),
+        (pa.nulls(1, pa.list_(MONEY)), pa.array([[2]], pa.list_(pa.int32())), pa.list_(MONEY)),
         (pa.array([2**63], pa.uint64()), pa.array([-1]), pa.string()),
         (pa.array([2**57], pa.timestamp("us")), pa.array([1], TIMES), pa.string()),
         (categories(0), categories(100), pa.string()),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.server
+import itertools
 import os
 import subprocess
 import sys
@@ -156,6 +157,47 @@ def test_a_pattern_gives_its_objects_in_order(bucket: ObjectStore) -> None:
     assert found == ["s3://bucket/p/part-10.jsonl", "s3://bucket/p/part-2.jsonl"]
     with pytest.raises(DataError, match=r"q-\*: no object matches"):
         objects.expand("s3://bucket/q-*")
+
+
+class AzureBlobs:
+    """What adlfs tells of the objects `c/d/1` and `c/d/2` of an account; they are never the same
+    twice in when they were read."""
+
+    num_reads = itertools.count()
+
+    def __init__(self, account_name: str, **options: object) -> None:
+        self.account_name = account_name
+
+    @staticmethod
+    def _get_kwargs_from_urls(url: str) -> dict[str, str]:
+        return {"account_name": url.partition("://")[2].partition(".")[0].rpartition("@")[2]}
+
+    @staticmethod
+    def _strip_protocol(url: str) -> str:
+        host, _, rest = url.partition("://")[2].partition("/")
+        container = host.rpartition("@")[0]
+        return f"{container}/{rest}" if container else rest
+
+    def info(self, path: str) -> dict[str, object]:
+        if (self.account_name, path) not in {("acct", "c/d/1"), ("acct", "c/d/2")}:
+            raise FileNotFoundError
+        return {"type": "file", "size": 1, "last_accessed_on": next(self.num_reads), "etag": "1"}
+
+    def glob(self, path: str, *, detail: bool) -> dict[str, dict[str, object]]:
+        assert (path, detail) == ("c/d/*", True)
+        return {key: self.info(key) for key in ("c/d/1", "c/d/2")}
+
+
+@pytest.mark.parametrize("above", ["abfs://c@acct.x.net", "abfs://acct.x.net/c"])
+def test_azures_objects_stay_in_their_account_and_are_not_replaced_by_reading(
+    monkeypatch: pytest.MonkeyPatch, above: str
+) -> None:
+    monkeypatch.setattr("fsspec.get_filesystem_class", lambda scheme: AzureBlobs)
+
+    found = objects.expand(f"{above}/d/*")
+
+    assert found == [f"{above}/d/1", f"{above}/d/2"]
+    assert objects.find(found[0]) == objects.find(found[0])
 
 
 def test_what_is_missing_is_said_and_removing_it_is_no_error(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sqlalchemy import event
@@ -222,6 +223,22 @@ def test_epochs_only_grow_and_settings_last(store: Store) -> None:
     jobs.write_setting(store, "offline", True)
     assert jobs.read_setting(store, "offline", None) is True
     assert jobs.read_setting(store, "other", "unset") == "unset"
+
+
+def test_settings_are_looked_up_by_how_their_keys_begin(store: Store) -> None:
+    keys = ["a_b:\U0001f600", "a_b:1", "A_b:2", "axb:3", "a_b", "a_c"]
+    jobs.replace_settings(store, [], dict.fromkeys(keys, 0))
+    asked: list[tuple[str, Any]] = []
+    event.listen(store.engine, "before_cursor_execute", lambda *of: asked.append((of[2], of[3])))
+
+    assert {*jobs.list_settings(store, "a_b:")} == {"\U0001f600", "1"}
+    assert {*jobs.list_settings(store, "")} == {*keys}
+
+    if store.is_sqlite:
+        (query, values), *_ = (each for each in asked if "settings" in each[0])
+        with store.read() as connection:
+            plan = connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {query}", values).all()
+        assert "SEARCH settings USING INDEX" in str(plan)
 
 
 def test_migrations_and_tables_describe_the_same_schema(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -82,6 +83,15 @@ def test_engines_without_room_for_kv_hold_less() -> None:
 def test_many_engines_hold_more_each_than_one() -> None:
     found = trial(lengths(1_000, 100))
     assert found.rate_per_s(4) > 4 * found.rate_per_s(1)
+
+
+def test_of_short_calls_as_many_are_tried_as_show_a_queue_and_no_more() -> None:
+    short = trial(lengths(60, 1, cached=45))
+    capacity = fleet_capacity(short, short.least_s, 16)
+    assert set(capacity.work_by_size) == {1}
+    assert capacity.work(1) == pytest.approx(1.096, rel=0.05), "as 960 s of it give"
+    patient = replace(short, promise=Promise(ttft_s=5.0))
+    assert short.least_s * patient.rate_per_s(1) == pytest.approx(1.096, rel=0.05)
 
 
 def test_the_capacity_of_sizes_between_is_read_from_a_line() -> None:

@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 from aiohttp import web
@@ -21,6 +22,7 @@ from batchrun.daemon.dispatch import Assigner
 from batchrun.daemon.engine_link import EngineLink, Slot
 from batchrun.daemon.job import ActiveJob
 from batchrun.engine import progress as progressing
+from batchrun.engine.agent import server
 from batchrun.engine.agent.engine import AgentEngine, AgentWire
 from batchrun.engine.agent.held_rows import KeptOutcomes, RowKeeper
 from batchrun.engine.agent.messages import AgentState, SentRow
@@ -36,8 +38,9 @@ from batchrun.pool.row_queue import Window
 from batchrun.types import EnginePhase, Outcome, OutcomeKind
 from batchrun.wire import ClassTelemetry, Telemetry, encode
 
+FLEX_PAGE = 'vllm:num_requests_running{engine="0"} 0.0\nvllm:num_requests_waiting{engine="0"} 1.0\n'
 IDLE_PAGE = 'vllm:num_requests_running{engine="0"} 0.0\nvllm:num_requests_waiting{engine="0"} 0.0\n'
-WORKING = ClassTelemetry(num_running=1)
+WORKING, WAITING = ClassTelemetry(num_running=1), ClassTelemetry(num_waiting=1)
 TOLD = Telemetry("start", 1.0, "echo", 512, is_offline_on=True)
 
 
@@ -141,25 +144,63 @@ async def test_of_an_engine_that_is_heard_its_scheduler_tells_whether_it_gets_on
         link._hear_telemetry(lambda: None, encode(replace(TOLD, online=WORKING)))
         while not slot.engine.progress.stalled_s:
             await asyncio.sleep(0.01)
+        was_usable = slot.is_usable
+        link._hear_telemetry(lambda: None, encode(replace(TOLD, online=WORKING, pause=2)))
+        while slot.is_usable:
+            await asyncio.sleep(0.01)
+        assert was_usable and slot.engine.progress.is_doubtful
+        assert not slot.engine.progress.stalled_s
+
+
+def agent_beside(engine: AttachedEngine, folder: Path) -> Agent:
+    settings = AgentSettings(
+        name="one",
+        host="127.0.0.1",
+        port=1,
+        tls=server_context(read_or_make_secret(folder / "secret")),
+        channel=folder / "engine",
+        last_steps=folder / "steps",
+        kept=folder / "kept.db",
+    )
+    return Agent(engine, settings)
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_stalled"),
+    [
+        ({}, True),
+        ({"is_offline_on": False}, False),
+        ({"is_offline_on": False, "online": WORKING}, True),
+        ({"online": WORKING, "pause": 2}, False),
+    ],
+)
+async def test_an_agent_counts_no_work_that_the_scheduler_holds_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], *, is_stalled: bool
+) -> None:
+    """Such as a flex call that waits while offline work is off."""
+    monkeypatch.setattr(server, "LOOK_S", 0.01)
+    watched = Watched(FLEX_PAGE)
+    async with watched.slot() as slot:
+        assert isinstance(slot.engine, AttachedEngine)
+        beside = AttachedEngine(AttachedSettings(name="one", url=slot.engine.client.base_url))
+        beside.state, agent = EnginePhase.READY, agent_beside(beside, tmp_path)
+        agent._hear_telemetry(encode(replace(TOLD, offline=WAITING, **changes)))
+        watching = asyncio.create_task(agent._watch_progress())
+        await watched.look(20)
+        assert (beside.progress.stalled_s > 0) is is_stalled
+        watching.cancel()
+        await asyncio.wait([watching])
+        await beside.client.close()
 
 
 async def test_what_a_scheduler_said_that_is_gone_tells_nothing_of_the_engine(
     tmp_path: Path,
 ) -> None:
-    secret = read_or_make_secret(tmp_path / "secret")
+    read_or_make_secret(tmp_path / "secret")
     address = AgentAddress(name="one", url="https://127.0.0.1:1", secret_file=tmp_path / "secret")
     engine, attached = AgentEngine(address), AttachedSettings(name="one", url="http://127.0.0.1:1")
     beside = AttachedEngine(attached)
-    settings = AgentSettings(
-        name="one",
-        host="127.0.0.1",
-        port=1,
-        tls=server_context(secret),
-        channel=tmp_path / "engine",
-        last_steps=tmp_path / "steps",
-        kept=tmp_path / "kept.db",
-    )
-    agent, link = Agent(beside, settings), EngineLink(AgentWire(engine.client), "one")
+    agent, link = agent_beside(beside, tmp_path), EngineLink(AgentWire(engine.client), "one")
     slot = Slot(engine, uses_priority=False, window=Window(9, 10**9), link=link)
     watching = asyncio.create_task(slot.watch_progress(lambda: True))
 

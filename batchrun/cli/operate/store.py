@@ -257,7 +257,7 @@ def _unused_links(
         for record in jobs.list_jobs(store)
     ]
     rows = find_unused_rows(records, kept_in=home.kept_rows, now_s=now_s)
-    return [*find_unused_links(records, links=home.inputs, now_s=now_s), *rows]
+    return [*rows, *find_unused_links(records, links=home.inputs, now_s=now_s)]
 
 
 def _remove_files(store: Store, links: Sequence[UnusedLink], home: Home, now_s: float) -> None:

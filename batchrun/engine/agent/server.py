@@ -41,14 +41,14 @@ from batchrun.engine.agent.messages import (
     read_from_daemon,
 )
 from batchrun.engine.engine import Engine, ManagedEngine, watch_on
-from batchrun.engine.progress import SILENCE
+from batchrun.engine.progress import SILENCE, without_held
 from batchrun.engine.sockets import EngineSockets
 from batchrun.errors import ConfigError, EngineError
 from batchrun.home import NO_ENGINE_HEADER
 from batchrun.media.connections import UNREACHED, end_to_end, open_session
 from batchrun.mutual_tls import show
 from batchrun.types import EnginePhase
-from batchrun.wire import RowKey, read_last_steps
+from batchrun.wire import RowKey, Telemetry, read_last_steps, read_message
 
 log = logging.getLogger(__name__)
 
@@ -106,6 +106,7 @@ class Agent:
         self.begins_anew = False
         self._place = messages.here()
         self._was_heard = settings.runs_scheduler
+        self._telemetry: tuple[float, Telemetry] | None = None
         self._is_draining = self._is_down = self._is_emptied = False
         self._num_calls = 0
         self._link: _Link | None = None
@@ -262,7 +263,7 @@ class Agent:
     def _look(self) -> AgentState:
         engine, before = self._engine, self._state
         if before is not None and before.started != engine.started:
-            self._was_heard = self._settings.runs_scheduler
+            self._was_heard, self._telemetry = self._settings.runs_scheduler, None
         phase = engine.state
         if phase is EnginePhase.READY and self._is_down:
             phase = EnginePhase.UNREACHABLE
@@ -295,7 +296,9 @@ class Agent:
                 look = await self._engine.client.look()
                 if look is SILENCE:
                     look = replace(look, has_work=self._rows.num_running > 0)
-                self._engine.progress.see(look, time.monotonic(), self._rows.newest_s)
+                now_s = time.monotonic()
+                look = without_held(look, self._telemetry, now_s)
+                self._engine.progress.see(look, now_s, self._rows.newest_s)
 
     async def _cut_log(self) -> None:
         while True:
@@ -321,6 +324,8 @@ class Agent:
 
     def _hear_telemetry(self, message: bytes) -> None:
         self._was_heard = True
+        with suppress(ValueError):
+            self._telemetry = time.monotonic(), read_message(message, Telemetry)
         self._tell(HeardTelemetry(message))
 
     def _hear_answer(self, message: bytes) -> None:
@@ -333,7 +338,8 @@ class Agent:
     async def _on_link(self, request: web.Request) -> web.WebSocketResponse:
         """A daemon comes; one that was there before is gone, or should be, unless it has led since
         this one did."""
-        leadership = _leadership_of(request)
+        store, term = request.query.get("store", ""), request.query.get("term", "")
+        leadership = Leadership(store, int(term)) if term.isdecimal() else Leadership()
         if self._link is not None and not leadership.may_follow(self._link.leadership):
             raise web.HTTPConflict(text="it has another daemon\n")
         if leadership.was_succeeded_by(self._led) and time.monotonic() < self._led_until_s:
@@ -391,8 +397,7 @@ class Agent:
         lines = request.query.get("lines", str(DEFAULT_TAIL_LINES))
         if not lines.isdecimal() or self._settings.log is None:
             raise web.HTTPBadRequest(text="lines: a number, of an engine that the agent started\n")
-        text = await asyncio.to_thread(_tail, self._settings.log, int(lines))
-        return web.Response(text=text)
+        return web.Response(text=await asyncio.to_thread(_tail, self._settings.log, int(lines)))
 
     async def _on_drain(self, request: web.Request) -> web.Response:
         self._is_draining = request.query.get("on", "true") != "false"
@@ -486,11 +491,6 @@ def _marks(*paths: Path | None) -> tuple[tuple[int, int], ...] | None:
     except OSError:
         return None
     return tuple((each.st_mtime_ns, each.st_ino) for each in found)
-
-
-def _leadership_of(request: web.Request) -> Leadership:
-    store, term = request.query.get("store", ""), request.query.get("term", "")
-    return Leadership(store, int(term)) if term.isdecimal() else Leadership()
 
 
 def _tail(path: Path, num_lines: int) -> str:

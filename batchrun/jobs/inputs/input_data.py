@@ -21,7 +21,7 @@ import xxhash
 
 from batchrun.errors import DataError, JobSpecError, shortened, suggestion
 from batchrun.files import allow_many_open_files
-from batchrun.jobs.inputs.parquet import ParquetInput
+from batchrun.jobs.inputs.parquet import ParquetInput, told_apart
 from batchrun.jobs.inputs.rows import BATCH_BYTES, FileState, InputFile, Row, Undecodable
 from batchrun.jobs.inputs.text_files import (
     CsvInput,
@@ -75,24 +75,24 @@ class InputData:
         self._named(columns)
         for file in self._files:
             file.schema(columns)
-        fields = [self._field(name) for name in columns]
-        if any(isinstance(file, JsonlInput) for file in self._files):
-            fields = [
-                pa.field(each.name, pa.string()) if pa.types.is_null(each.type) else each
-                for each in fields
-            ]
-        return pa.schema(fields)
+        return pa.schema([self._field(name) for name in columns])
 
     def _common_field(self, name: str) -> pa.Field:
         """The field in a type that holds the values of all files; text when nothing else does."""
         schemas = [file.schema([name]) for file in self._files]
+        jsonl_files = [file for file in self._files if isinstance(file, JsonlInput)]
+        is_exact = any(name in file.large for file in jsonl_files)
         try:
+            pa.unify_schemas([*map(told_apart, schemas)], promote_options="permissive")
             common = pa.unify_schemas(schemas, promote_options="permissive")
             for file in self._parquet_files:
                 file.check_fits(common)
         except (pa.ArrowInvalid, pa.ArrowTypeError, DataError):
             return pa.field(name, pa.string())
-        return common.field(name)
+        field = common.field(name)
+        is_rounded = is_exact and pa.types.is_floating(field.type)
+        is_untold = bool(jsonl_files) and pa.types.is_null(field.type)
+        return field.with_type(pa.string()) if is_rounded or is_untold else field
 
     def check_types(self, columns: Sequence[str], *, is_one_table: bool) -> None:
         """Raises DataError where a Parquet file has one of `columns` in a type that cannot be read,
@@ -182,6 +182,11 @@ class InputData:
             done += pinned[-1].size_bytes
         return InputPin(files=tuple(pinned), num_rows=self.num_rows)
 
+    def place(self, row: int) -> str:
+        """Where a row stands: its file, and its line or its number there."""
+        owner = int(np.searchsorted(self._starts, row, side="right")) - 1
+        return self._files[owner].place(row - int(self._starts[owner]))
+
     def places(self) -> list[tuple[Path, int, int]]:
         """(file, first row, row after the last) of each file."""
         bounds = pairwise(self._starts.tolist())
@@ -245,8 +250,8 @@ def check_ids(data: InputData, *, progress: ProgressSink | None = None) -> None:
         values = [str(row[column]) for row in data.read_rows([first, second], [column])]
         if values[0] == values[1]:
             raise DataError(
-                f"{_place(data, second)}: id {shortened(values[0])!r} (column {column!r}) is also "
-                f"the id of row {first}; ids must be unique"
+                f"{data.place(second)}: id {shortened(values[0])!r} (column {column!r}) is also "
+                f"the id of {data.place(first)}; ids must be unique"
             )
 
 
@@ -256,7 +261,7 @@ def _iter_ids(data: InputData, column: str) -> Iterator[tuple[int, str]]:
             value = values[column]
             if isinstance(value, bool) or not isinstance(value, str | int):
                 raise DataError(
-                    f"{_place(data, first_row + index)}: the id (column {column!r}) is "
+                    f"{data.place(first_row + index)}: the id (column {column!r}) is "
                     f"{_describe(value)}; it must be text or a whole number"
                 )
             yield first_row + index, str(value)
@@ -266,11 +271,6 @@ def _describe(value: object) -> str:
     if isinstance(value, Undecodable):
         return "not valid UTF-8, or out of range"
     return "null" if value is None else f"a {type(value).__name__}"
-
-
-def _place(data: InputData, row: int) -> str:
-    path = next(path for path, first, last in data.places() if first <= row < last)
-    return f"{path}: row {row}"
 
 
 _FORMATS: dict[str, Callable[[Path], InputFile]] = {

@@ -219,7 +219,10 @@ def _open(path: Path) -> pq.ParquetFile:
     if tail != _MAGIC:
         raise DataError(f"{path}: the Parquet file is cut short (its footer is missing)")
     with _readable(path):
-        return pq.ParquetFile(path, pre_buffer=False, buffer_size=_BUFFER_BYTES)
+        # Spark's INT96 times in nanoseconds would wrap outside the years 1677 to 2262.
+        return pq.ParquetFile(
+            path, pre_buffer=False, buffer_size=_BUFFER_BYTES, coerce_int96_timestamp_unit="us"
+        )
 
 
 def _json_columns(path: Path, marks: Mapping[bytes, bytes] | None) -> frozenset[str]:
@@ -261,6 +264,18 @@ def _value(kind: pa.DataType) -> pa.DataType:
 def _plain(fields: Iterable[pa.Field]) -> pa.Schema:
     """The fields with text where Arrow has views of it, or categories."""
     return pa.schema([f.with_type(with_leaves(_without_view(f.type), _value)) for f in fields])
+
+
+def told_apart(schema: pa.Schema) -> pa.Schema:
+    """Types that do not meet where those of `schema` would at the price of rounding decimals."""
+    return pa.schema([f.with_type(with_leaves(f.type, _unrounded)) for f in schema])
+
+
+def _unrounded(kind: pa.DataType) -> pa.DataType:
+    """Text for decimals, which no float meets; null, which all meet, for whole numbers."""
+    if pa.types.is_decimal(kind):
+        return pa.string()
+    return pa.null() if pa.types.is_integer(kind) else kind
 
 
 def _plain_parts(batch: pa.RecordBatch, max_bytes: int) -> Iterator[pa.RecordBatch]:

@@ -58,7 +58,7 @@ def find_lines(file_no: int, start: int = 0, *, is_quoted: bool = False) -> Iter
     line costs what its bytes cost.
 
     Where the file `is_quoted`, line ends inside "..." end no line. Raises OSError, and ValueError
-    for a quote that is never closed.
+    after the last line if that has a quote that is never closed.
     """
     position, number, num_quotes, is_open = start, 1, 0, False
     while block := os.pread(file_no, _BLOCK_BYTES, position):
@@ -79,10 +79,10 @@ def find_lines(file_no: int, start: int = 0, *, is_quoted: bool = False) -> Iter
         yield Lines(kept + number, bounds[kept], bounds[kept + 1])
         start, is_open = int(bounds[-1]), bool(is_solid[-1])
         position, number = position + len(block), number + len(breaks)
-    if num_quotes % 2:
-        raise ValueError("a quoted field is never closed (an odd number of quotes)")
     if is_open:
         yield Lines(*(np.array([value]) for value in (number, start, position)))
+    if num_quotes % 2:
+        raise ValueError("a quoted field is never closed (an odd number of quotes)")
 
 
 class FileState(NamedTuple):
@@ -130,6 +130,10 @@ class InputFile(ABC):
     @abstractmethod
     def read_rows(self, rows: Sequence[int], columns: Sequence[str]) -> list[Row]:
         """The given rows in the given order."""
+
+    def place(self, row: int) -> str:
+        """Where a row stands; of a text file `FILE:LINE`."""
+        return f"{self.path}: row {row}"
 
     def chunk_sizes(self, columns: Sequence[str]) -> list[tuple[int, int]]:
         """(rows, about how many decoded bytes) of each chunk that `read_rows` decodes at once."""

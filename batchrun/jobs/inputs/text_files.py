@@ -123,7 +123,7 @@ class TextFile(InputFile):
         with self._readable():
             return [os.pread(file, end - start, start) for start, end in spans]
 
-    def _place(self, row: int) -> str:
+    def place(self, row: int) -> str:
         """`FILE:LINE` of a record; reads the file up to there."""
         offset, line = int(self._starts[row]), 1
         for position in range(0, offset, _BLOCK_BYTES):
@@ -135,22 +135,32 @@ class TextFile(InputFile):
         """Sets the ranges of the records, without a byte order mark and without those that hold
         nothing but white space; where there are none of these, 8 bytes of memory a record.
 
-        Raises DataError for a record over 64 MiB and for a quote that is never closed.
+        Raises DataError for a record over 64 MiB and for a quote that is never closed; where that
+        shows, a record before the last may be the one that is no row.
         """
         first = len(BOM) if os.pread(self._file.fileno(), len(BOM), 0) == BOM else 0
         starts = [np.empty(0, dtype=np.int64)]
         ends = starts.copy()
+        unclosed = ""
         try:
             for lines in find_lines(self._file.fileno(), first, is_quoted=self.is_quoted):
                 starts.append(lines.starts)
                 ends.append(lines.ends)
         except ValueError as failure:
-            raise DataError(f"{self.path}: {failure}") from None
+            unclosed = str(failure)
         self._starts, self._ends = np.concatenate(starts), np.concatenate(ends)
+        if unclosed:
+            unclosed = f"{self.place(-1)}: {unclosed}"
+            self._starts, self._ends = self._starts[:-1], self._ends[:-1]
         lengths = self._ends - self._starts
         if len(lengths) and lengths.max() > ROW_LIMIT_BYTES:
-            place = self._place(int(lengths.argmax()))
+            place = self.place(int(lengths.argmax()))
             raise DataError(f"{place}: this row holds over {ROW_LIMIT_BYTES >> 20} MiB")
+        if unclosed:
+            self.columns = tuple(self._find_columns())
+            for _ in self.iter_rows((), BATCH_BYTES):
+                pass
+            raise DataError(unclosed)
         if np.array_equal(self._starts[1:], self._ends[:-1]):
             bounds = np.append(self._starts, self._ends[-1:])
             self._starts, self._ends = bounds[:-1], bounds[1:]
@@ -178,6 +188,8 @@ class JsonlInput(TextFile):
 
     def __init__(self, path: Path) -> None:
         self._types: dict[str, pa.DataType] = {}
+        self.large: set[str] = set()
+        """Of the columns whose types are known, those with whole numbers that a float rounds."""
         super().__init__(path)
 
     def schema(self, columns: Sequence[str]) -> pa.Schema:
@@ -190,6 +202,7 @@ class JsonlInput(TextFile):
                 for name in missing:
                     seen[name].update(_kind_of(row[name]) for row in rows)
             self._types |= {name: _arrow_type(kinds) for name, kinds in seen.items()}
+            self.large |= {name for name, kinds in seen.items() if _LargeInt in kinds}
         return pa.schema([pa.field(name, self._types[name]) for name in columns])
 
     def iter_batches(
@@ -228,9 +241,9 @@ class JsonlInput(TextFile):
             value = parse_json(record)
         except ValueError as failure:
             reason = str(failure).replace("line 1 column", "column")
-            raise DataError(f"{self._place(row)}: not valid JSON: {reason}") from None
+            raise DataError(f"{self.place(row)}: not valid JSON: {reason}") from None
         if not isinstance(value, dict):
-            raise DataError(f"{self._place(row)}: must be a JSON object, not {type_name(value)}")
+            raise DataError(f"{self.place(row)}: must be a JSON object, not {type_name(value)}")
         return value
 
 
@@ -260,7 +273,8 @@ class JsonArrayInput(JsonlInput):
             on_failure.pop_all()
             return plain
 
-    def _place(self, row: int) -> str:
+    def place(self, row: int) -> str:
+        """`FILE: element N`, from 0."""
         return f"{self.path}: element {row}"
 
 
@@ -362,42 +376,40 @@ class CsvInput(TextFile):
         return names
 
     def _parse(self, records: Sequence[bytes], rows: Sequence[int]) -> pa.RecordBatch:
+        data = b"\n".join(record.rstrip(b"\r\n") for record in records)
+        with contextlib.suppress(pa.ArrowInvalid):
+            table = _parse_text(data, self.columns, None, self.delimiter)
+            if table.num_rows == len(records):
+                batches: list[pa.RecordBatch] = table.combine_chunks().to_batches()
+                return batches[0]
+        faults = ((row, self._fault(record)) for record, row in zip(records, rows, strict=True))
+        row, fault = next((each for each in faults if each[1]), (rows[0], "not valid CSV"))
+        raise DataError(f"{self.place(row)}: {fault}")
+
+    def _fault(self, record: bytes) -> str | None:
+        """Why a record is not one row, where it is not."""
+        line = record.rstrip(b"\r\n")
         ragged: list[csv.InvalidRow] = []
 
-        def note(row: csv.InvalidRow) -> str:
+        def skip(row: csv.InvalidRow) -> str:
             ragged.append(row)
-            return "error"
+            return "skip"
 
-        data = b"\n".join(record.rstrip(b"\r\n") for record in records) + b"\n"
-        if b"\r" in data:
-            self._refuse_returns(records, rows)
         try:
-            table = _parse_text(data, self.columns, note, self.delimiter)
+            record.decode("utf-8")
+            # Twice: a quote that stays open shows only in what follows.
+            table = _parse_text(line + b"\n" + line, self.columns, skip, self.delimiter)
+        except UnicodeDecodeError:
+            return NOT_UTF_8
         except pa.ArrowInvalid as failure:
-            if ragged:
-                first = ragged[0]
-                raise DataError(
-                    f"{self._place(rows[(first.number or 1) - 1])}: {first.actual_columns} fields "
-                    f"where the header has {first.expected_columns}"
-                ) from None
-            raise DataError(self._invalid(failure, records, rows)) from None
-        if table.num_rows != len(records):
-            raise DataError(f"{self._place(rows[0])}: a quote stands inside an unquoted field")
-        batches: list[pa.RecordBatch] = table.combine_chunks().to_batches()
-        return batches[0]
-
-    def _refuse_returns(self, records: Sequence[bytes], rows: Sequence[int]) -> None:
-        for record, row in zip(records, rows, strict=True):
-            if any(b"\r" in part for part in record.rstrip(b"\r\n").split(b'"')[::2]):
-                raise DataError(f"{self._place(row)}: a carriage return stands outside quotes")
-
-    def _invalid(self, failure: Exception, records: Sequence[bytes], rows: Sequence[int]) -> str:
-        for record, row in zip(records, rows, strict=True):
-            try:
-                record.decode("utf-8")
-            except UnicodeDecodeError:
-                return f"{self._place(row)}: {NOT_UTF_8}"
-        return f"{self._place(rows[0])}: not valid CSV: {' '.join(str(failure).split())[:200]}"
+            return f"not valid CSV: {' '.join(str(failure).split())[:200]}"
+        if any(b"\r" in part for part in line.split(b'"')[::2]):
+            return "a carriage return stands outside quotes"
+        if table.num_rows + len(ragged) != 2:
+            return "a quote stands inside an unquoted field"
+        if ragged:
+            return f"{ragged[0].actual_columns} fields where the header has {len(self.columns)}"
+        return None
 
 
 class TsvInput(CsvInput):
@@ -408,9 +420,9 @@ class TsvInput(CsvInput):
 
 def _parse_text(data: bytes, names: Sequence[str], handler: object, delimiter: str) -> pa.Table:
     return csv.read_csv(
-        io.BytesIO(data),
+        io.BytesIO(data + b"\n"),
         read_options=csv.ReadOptions(
-            column_names=list(names), block_size=len(data) + 1, use_threads=False
+            column_names=list(names), block_size=len(data) + 2, use_threads=False
         ),
         parse_options=csv.ParseOptions(
             delimiter=delimiter, newlines_in_values=True, invalid_row_handler=handler

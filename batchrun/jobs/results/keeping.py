@@ -40,10 +40,11 @@ _READ_BYTES = 1 << 20
 @dataclass(frozen=True, slots=True)
 class UnusedLink:
     """A link to an input, or rows that were kept, that no job needs; `size_bytes` is what the disk
-    gets back."""
+    gets back. Rows whose `ctime_ns` is another by now were asked for since."""
 
     path: Path
     size_bytes: int
+    ctime_ns: int | None = None
 
 
 def check_files(records: Sequence[JobRecord], *, links: Path) -> Iterator[Violation]:
@@ -123,7 +124,7 @@ def find_unused_rows(
 ) -> list[UnusedLink]:
     """What `batchrun.map` and the page keep of rows and their answers, and daemons of files that no
     store lists, and no job needs: those that named it had their results removed, or none ever did.
-    Others' files stay."""
+    Rows that a new call may count on go a day after their last one. Others' files stay."""
     needed: set[str] = set()
     known: set[str] = set()
     for record in records:
@@ -139,18 +140,22 @@ def find_unused_rows(
             continue
         files = [path] if path.is_file() else [each for each in path.iterdir() if each.is_file()]
         names = {str(each) for each in (path, *files)}
-        is_old = now_s - path.stat().st_mtime > ORPHAN_AGE_S
-        if not names & needed and (names & known or is_old):
-            found.append(UnusedLink(path, sum(each.stat().st_size for each in files)))
+        is_over = path.is_dir() and names & known
+        status = path.stat()
+        if not names & needed and (is_over or now_s - status.st_ctime > ORPHAN_AGE_S):
+            size_bytes = sum(each.stat().st_size for each in files)
+            found.append(UnusedLink(path, size_bytes, status.st_ctime_ns))
     return found
 
 
 def remove(unused: UnusedLink) -> None:
-    """Remove a link or kept rows; one that is gone already is no fault."""
+    """Remove a link, or kept rows unless they are in use again; one that is gone is no fault."""
     if unused.path.is_dir():
         shutil.rmtree(unused.path, ignore_errors=True)
-    else:
-        unused.path.unlink(missing_ok=True)
+        return
+    with suppress(FileNotFoundError):
+        if unused.ctime_ns in (None, unused.path.stat().st_ctime_ns):
+            unused.path.unlink()
 
 
 def _places(record: JobRecord) -> set[str]:

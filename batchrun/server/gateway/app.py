@@ -309,7 +309,7 @@ class Gateway:
         for condition in ("If-None-Match", "If-Modified-Since"):
             call.headers.popall(condition, None)
         if len(self._forwarder.balancer.upstreams) > 1:
-            models = await self._forwarder.models(call)
+            models = await self._forwarder.models(call, model_id)
         else:
             async with self._forwarder.exchange(call) as exchange:
                 if model_id is None or exchange.reply.status != 200:

@@ -305,8 +305,8 @@ class Balancer:
                 self._served[model] = found
         return found
 
-    def mark_down(self, upstream: Upstream, *, now_s: float, found: int | None = None) -> None:
-        """Try others first for a while, because this engine could not be reached."""
+    def mark_down(self, upstream: Upstream, *, now_s: float, found: int) -> None:
+        """Try others first for a while: this engine could not be reached. See `failed`."""
         self.failed(upstream, now_s=now_s, found=found)
         engine = self._engines.get(upstream)
         if engine is not None:

@@ -57,6 +57,7 @@ class _Body(Struct):
     prompt_logprobs: object = None
     n: object = None
     stream_interval: object = None
+    include_reasoning: object = True
 
 
 _DECODER = msgspec.json.Decoder(_Body)
@@ -67,7 +68,7 @@ class PromptText(NamedTuple):
     text before it, whether the reply is to come as a stream, the model that is asked for, whether
     there are images or sounds in it, and whether the reply tells of the cache: engines compute a
     prompt anew whose own tokens are asked for, and of media nobody knows the tokens. The reply has
-    `num_choices` (0: nobody knows), several tokens in an event where it `is_sparse`."""
+    `num_choices` (0: nobody knows), more tokens than events where it `is_sparse`."""
 
     num_bytes: int = 0
     keys: KeyArray = NO_KEYS
@@ -109,7 +110,7 @@ def read_prompt(body: bytes, *, needs_model: bool = False) -> PromptText:
         has_media,
         tells_of_cache,
         _num_choices(found),
-        found.stream_interval not in (None, 1),
+        found.stream_interval not in (None, 1) or found.include_reasoning is not True,
     )
 
 

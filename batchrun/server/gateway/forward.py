@@ -40,6 +40,7 @@ from batchrun.server.gateway.replies import (
     Waits,
     end_all,
     feed_all,
+    is_comment,
     is_stream,
     next_piece,
     read_models,
@@ -50,7 +51,7 @@ log = logging.getLogger(__name__)
 
 HEALTH_S, YOUNG_S = 2.0, 2.0
 LIST_S = 10.0
-"""A single engine has so long to list its models."""
+"""An engine has so long to list its models."""
 
 JsonObject = dict[str, Any]
 
@@ -191,6 +192,7 @@ class Forwarder:
         """As `_connect`; None also the first time that the call finds an engine dead. A server may
         live for a while without its core, and answer 500; what met a dying one is lost unread."""
         reply, lost, sent_s = None, None, time.monotonic()
+        found = self.balancer.num_ejections_in_a_row(upstream)
         try:
             reply = await self._connect(upstream, call, due_s=due_s)
         except EngineLostError as error:
@@ -202,7 +204,7 @@ class Forwarder:
         if may_be_dead and await self._health(upstream) is False:
             log.warning("engine %s is dead; a call goes to another one", upstream.name)
             routed.has_met_death = True
-            self.balancer.mark_down(upstream, now_s=time.monotonic())
+            self.balancer.mark_down(upstream, now_s=time.monotonic(), found=found)
             if reply is not None:
                 reply.close()
             return None
@@ -243,7 +245,9 @@ class Forwarder:
                 log.error("no connection can be opened here: %s", error)
                 raise EngineError("no connection can be opened here; try again shortly") from error
             log.warning("engine %s cannot be reached: %s", upstream.name, error)
-            self.balancer.mark_down(upstream, now_s=time.monotonic(), found=found)
+            if body is not None:
+                # Listing models, however often, must not eject it.
+                self.balancer.mark_down(upstream, now_s=time.monotonic(), found=found)
             return None
         except TimeoutError as error:
             if not limit.expired():
@@ -255,23 +259,27 @@ class Forwarder:
             log.warning("engine %s gave no answer: %s", upstream.name, error)
             raise EngineLostError(NO_ANSWER) from error
 
-    async def models(self, call: ForwardedCall) -> list[JsonObject]:
+    async def models(self, call: ForwardedCall, wanted: str | None = None) -> list[JsonObject]:
         """What all engines that can be reached list, each model once. Raises EngineError when none
-        can."""
-        lists = await asyncio.gather(
-            *(self._list(each, call) for each in self.balancer.upstreams if not each.is_hung)
-        )
-        found = [models for models in lists if models is not None]
-        if not found:
-            raise EngineError("no engine can be reached; try again shortly")
+        can, and when only others may have the model that is `wanted`."""
+        upstreams = self.balancer.upstreams
+        lists = await asyncio.gather(*(self._list(each, call) for each in upstreams))
         merged: dict[object, JsonObject] = {}
-        for model in chain.from_iterable(found):
+        for model in chain.from_iterable(filter(None, lists)):
             merged.setdefault(model["id"], model)
+        silent = [each for each, models in zip(upstreams, lists, strict=True) if models is None]
+        if len(silent) == len(upstreams):
+            raise EngineError("no engine can be reached; try again shortly")
+        may_have = any(not each.models or wanted in each.models for each in silent)
+        if wanted and may_have and wanted not in merged:
+            raise EngineError("an engine that may have this model lists none; try again shortly")
         return list(merged.values())
 
     async def _list(self, upstream: Upstream, call: ForwardedCall) -> list[JsonObject] | None:
+        if upstream.is_hung:
+            return None
         try:
-            async with asyncio.timeout(HEALTH_S):
+            async with asyncio.timeout(LIST_S):
                 reply = await self._connect(upstream, call)
                 if reply is None or reply.status != 200:
                     return None
@@ -337,7 +345,7 @@ async def relay(
         while chunk := await next_piece(reply, usage, due_s):
             usage.feed(chunk)
             await response.write(feed_all(filters, chunk) if filters else chunk)
-            if usage.has_begun:
+            if usage.has_begun and not is_comment(chunk):
                 due_s = waits.to_next()
         await response.write_eof(end_all(filters))
     except EngineSilentError as error:

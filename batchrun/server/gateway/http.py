@@ -33,6 +33,8 @@ KEEP_ALIVE_S = 75.0
 # After a refusal the rest of an upload is read and dropped so long, or the caller would meet a
 # reset connection before it reads why.
 LINGER_S = 5.0
+CANCEL_S = 1.0
+"""For what a cancelled call has still to count and to close."""
 
 
 class GatewayProtocol(web.RequestHandler):
@@ -50,14 +52,14 @@ class GatewayProtocol(web.RequestHandler):
         )
         self._head_s = head_s
         self._head_timer: asyncio.TimerHandle | None = None
-        self._is_answering = False
+        self._call: asyncio.Task[Any] | None = None
         self._body: aiohttp.StreamReader | None = None
 
     def data_received(self, data: bytes) -> None:
         """Bytes came; of a request's head, unless one is answered or its body still comes."""
         is_body = self._body is not None and not self._body.is_eof()
         super().data_received(data)
-        if not self._is_answering and not is_body and self._head_timer is None:
+        if self._call is None and not is_body and self._head_timer is None:
             loop = asyncio.get_running_loop()
             self._head_timer = loop.call_later(self._head_s, self._end_slow_head)
 
@@ -69,11 +71,19 @@ class GatewayProtocol(web.RequestHandler):
     def answering(self, body: aiohttp.StreamReader) -> Iterator[None]:
         """While a request, whose headers are complete, is answered."""
         self._stop_head_timer()
-        self._is_answering, self._body = True, body
+        self._call, self._body = asyncio.current_task(), body
         try:
             yield
         finally:
-            self._is_answering = False
+            self._call = None
+
+    async def shutdown(self, timeout: float | None = 15.0) -> None:  # noqa: ASYNC109 - as aiohttp has it
+        """Wait so long for the call under way, then cancel it: aiohttp itself waits twice. A call
+        whose bytes have just come is not under way yet, and has as long."""
+        if (call := self._call) is not None:
+            await asyncio.wait({call}, timeout=timeout)
+            call.cancel()
+        await super().shutdown(timeout if call is None else CANCEL_S)
 
     def _stop_head_timer(self) -> None:
         if self._head_timer is not None:

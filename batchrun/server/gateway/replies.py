@@ -117,17 +117,18 @@ OVERLAP_BYTES = 64
 _PROMPT = re.compile(rb'"(?:prompt|input)_tokens":\s*(\d{1,15})')
 _CACHED = re.compile(rb'"cached_tokens":\s*(\d{1,15})')
 _OUTPUT = re.compile(rb'"(?:completion|output)_tokens":\s*(\d{1,15})')
-_OPENINGS = (b"event: response.created\n", b"event: response.in_progress\n")
-"""Events that an engine sends before it computes anything."""
+_OPENINGS = (b"event: response.created\n", b"event: response.in_progress\n", b":")
+"""What an engine sends before it computes anything: events, and comments."""
+_COMMENTS = re.compile(rb"(?::[^\n]*+\n[\r\n]*+)+")
 
 
 class ReplyUsage:
     """Sees a reply pass: when it begins, and what it says of tokens. The last numbers said count.
 
     `cached_tokens` is None where nothing was said. `on_begin` is called once, with the instant of
-    the first piece; `began_s` and `ended_s` are those of the first and the last, and `num_events`
-    counts the events of a stream. `is_silent` is for who waited for the next piece in vain. The
-    reply has `num_choices` (0: nobody knows), several tokens in an event where it `is_sparse`.
+    the first piece; `began_s` and `ended_s` are those of the first and the last but comments, and
+    `num_events` counts the events of a stream. `is_silent` is for who waited for the next piece in
+    vain. The reply has `num_choices` (0: unknown), more tokens than events where it `is_sparse`.
     """
 
     def __init__(self, num_choices: int = 1, *, is_sparse: bool = False) -> None:
@@ -142,7 +143,7 @@ class ReplyUsage:
         self.output_tokens = 0
         self.cached_tokens: int | None = None
         self._head = self._tail = b""
-        self._is_opening = False
+        self._end = b""
 
     @staticmethod
     def now_s() -> float:
@@ -158,7 +159,8 @@ class ReplyUsage:
 
     def feed(self, chunk: bytes) -> None:
         """A piece of the reply."""
-        self.ended_s = self.now_s()
+        if not self.has_begun or not is_comment(chunk):
+            self.ended_s = self.now_s()
         if not self.has_begun:
             chunk = self._after_openings(chunk)
             if not chunk:
@@ -177,15 +179,20 @@ class ReplyUsage:
     def _after_openings(self, chunk: bytes) -> bytes:
         """What follows them; nothing as long as that is open. Each byte is looked at once."""
         text = self._head + chunk
-        while self._is_opening or text.startswith(_OPENINGS):
-            end = text.find(b"\n\n")
-            self._is_opening = end < 0
-            if self._is_opening:
+        while self._end or (text := text.lstrip(b"\r\n")).startswith(_OPENINGS):
+            self._end = self._end or (b"\n" if text.startswith(b":") else b"\n\n")
+            _, end, rest = text.partition(self._end)
+            if not end:
                 self._head = text[-1:]
                 return b""
-            text = text[end + 2 :]
+            text, self._end = rest, b""
         self._head = text
         return b"" if any(each.startswith(text) for each in _OPENINGS) else text
+
+
+def is_comment(piece: bytes) -> bool:
+    """Whether a piece of a stream says only that the connection is open."""
+    return _COMMENTS.fullmatch(piece) is not None
 
 
 SILENT = "the engine took the call and did not answer in time"
