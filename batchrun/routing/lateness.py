@@ -121,8 +121,7 @@ class LateCalls:
         own = self._waiting.get(engine, {}).values()
         all_tokens = sum([each.tokens for each in own])
         before = [each.tokens for each in own if each.goes_before(due_s, value, now_s)]
-        waiting_tokens = self._book.loads((engine,), now_s)[engine].waiting_tokens - but_tokens
-        others = max(0, waiting_tokens)
+        others = max(0, self._book.loads((engine,), now_s)[engine].waiting_tokens - but_tokens)
         return sum(before) / max(1, all_tokens) * others, others
 
 

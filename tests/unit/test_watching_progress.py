@@ -35,6 +35,8 @@ from batchrun.engine.progress import SILENT_S
 from batchrun.engine.sockets import EngineSockets
 from batchrun.mutual_tls import read_or_make_secret, server_context
 from batchrun.pool.row_queue import Window
+from batchrun.server.api.picture import view_engines
+from batchrun.server.web.gateway_figures import GatewayFigures
 from batchrun.types import EnginePhase, Outcome, OutcomeKind
 from batchrun.wire import ClassTelemetry, Telemetry, encode
 
@@ -150,6 +152,8 @@ async def test_of_an_engine_that_is_heard_its_scheduler_tells_whether_it_gets_on
             await asyncio.sleep(0.01)
         assert was_usable and slot.engine.progress.is_doubtful
         assert not slot.engine.progress.stalled_s
+        (shown,) = view_engines([slot], GatewayFigures("", ""))
+        assert shown["stage"] == "paused or asleep: no rows go to it"
 
 
 def agent_beside(engine: AttachedEngine, folder: Path) -> Agent:

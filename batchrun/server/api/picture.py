@@ -210,9 +210,10 @@ def view_role(leader: Leader, *, leads: bool) -> JsonObject:
 
 
 def _stage_of(slot: Slot) -> str:
-    reasons = ", ".join(sorted(slot.drained_for))
-    is_there = slot.engine.state is not EnginePhase.STOPPED
-    return f"drains for {reasons}" if reasons and is_there else slot.engine.stage
+    if reasons := ", ".join(sorted(slot.drained_for)):
+        return f"drains for {reasons}"
+    held = slot.engine.progress.is_held and slot.engine.state is EnginePhase.READY
+    return "paused or asleep: no rows go to it" if held else slot.engine.stage
 
 
 def view_engines(slots: Sequence[Slot], figures: GatewayFigures) -> list[dict[str, object]]:
