@@ -28,7 +28,7 @@ from batchrun.types import OutcomeKind
 from benchmarks.cpu_colocation_rows import Feeder, RowStream
 from benchmarks.cpu_meter import KINDS, CpuMeter
 from benchmarks.deployment import free_port
-from benchmarks.replay import Figures, TraceShape, generate_trace, summarize
+from benchmarks.replay import Figures, TraceShape, callers_first, generate_trace, summarize
 from benchmarks.text_jobs import MODEL
 
 NUM_BLOCKS = 400
@@ -153,12 +153,14 @@ def move_off_worker_core(running: psutil.Process) -> None:
 
 
 @contextmanager
-def off_worker_core() -> Iterator[None]:
-    """Keep the calling thread off the workers' core for a while."""
+def off_worker_core() -> Iterator[bool]:
+    """Keep the calling thread off the workers' core for a while, and before others on its own;
+    gives whether the latter is so."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, OTHER_CORES)
     try:
-        yield
+        with callers_first() as is_first:
+            yield is_first
     finally:
         os.sched_setaffinity(0, before)
 
@@ -182,7 +184,7 @@ async def run_window(
     if feeder is not None:
         await feeder.prepare()
     try:
-        with off_worker_core():
+        with off_worker_core() as is_first:
             results, observed = await _observe(server, spans_s, seed, feeder)
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
@@ -197,6 +199,7 @@ async def run_window(
         "seed": seed,
         "online": True,
         "window_s": measured_s,
+        "callers_first": is_first,
         **summarize(measured, slo_ttft_s=slo.ttft_s, slo_tpot_s=slo.tpot_s),
         "slo_attainment_tight": tight["slo_attainment"],
         "slo_tpot_tight_bound_s": tight_s,

@@ -64,7 +64,7 @@ MOST_WORKER_WAIT = 0.15
 """A worker that waited for its core for a larger share of the time in which it could have run was
 disturbed: its pair does not count."""
 PRACTICE_SEED = 1_000
-ENGINE_ARGS = ("--kv-cache-memory-bytes=536870912",)
+ENGINE_ARGS = ("--kv-cache-memory-bytes=536870912", "--renderer-num-workers=2")
 ENGINE_ENV = {"VLLM_CPU_OMP_THREADS_BIND": str(WORKER_CORE)}
 PRINTED = (
     *("server", "seed", "goodput_per_s", "slo_met", "interactive_slo_attainment"),
@@ -192,7 +192,7 @@ class Windows:
         side = self.sides[name]
         calls = self.bursts.draw(self.capacity_per_s, seed)
         before = _worker_times_s(side.processes)
-        with off_worker_core():
+        with off_worker_core() as is_first:
             results = await side.address.send(calls, f"{name}-{seed}")
         ran_s, waited_s = (
             after - begun
@@ -203,6 +203,7 @@ class Windows:
             "scenario": SCENARIO,
             "server": name,
             "seed": seed,
+            "callers_first": is_first,
             **judge(results, self.bounds, self.bursts.span_s),
             "worker_wait_share": waited_s / (ran_s + waited_s),
         }

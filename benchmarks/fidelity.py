@@ -47,7 +47,7 @@ from batchrun.simulator.virtual.setup import EngineShape
 from benchmarks.cpu_meter import CpuMeter
 from benchmarks.deployment import Deployment, wait_until
 from benchmarks.records import Bar, Record, describe, parser, write_records
-from benchmarks.replay import Figures, TraceShape, generate_trace
+from benchmarks.replay import Figures, TraceShape, callers_first, generate_trace
 from benchmarks.text_jobs import MODEL, TextJob, documents, reviews, texts
 
 BARS = {
@@ -320,9 +320,9 @@ async def _measure(workload: Workload, job_id: str, gateway: str, seconds: float
     """Chats for so long beside the job, which then is cancelled. Raises SystemExit."""
     before, begin_s = _job(job_id)
     meter = CpuMeter()
-    results, _ = await asyncio.gather(
-        replay(workload.arrivals(seconds), _target(gateway)), asyncio.sleep(seconds)
-    )
+    calls = replay(workload.arrivals(seconds), _target(gateway))
+    with callers_first():
+        results, _ = await asyncio.gather(calls, asyncio.sleep(seconds))
     cores = meter.cores()
     view, end_s = _job(job_id)
     step = DEPLOYMENT.batchrun("status")["engines"][0]["telemetry"]["step"]

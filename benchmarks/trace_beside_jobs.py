@@ -30,7 +30,7 @@ from benchmarks.cpu_meter import CpuMeter
 from benchmarks.deployment import Deployment, brought_down, scratch
 from benchmarks.forecast import DATA
 from benchmarks.records import Bar, Record, finish, parser, shown
-from benchmarks.replay import summarize
+from benchmarks.replay import callers_first, summarize
 from benchmarks.text_jobs import MODEL
 from benchmarks.trace_beside_jobs_rows import JOBS, RealTexts, Round
 
@@ -159,7 +159,8 @@ def measure(deployment: Deployment, texts: RealTexts, seconds: float) -> Iterato
     alone_s = min(MOST_ALONE_S, max(LEAST_ALONE_S, seconds / 10))
     with deployment.running() as gateway:
         calls = texts.calls(CALLS_PER_S, 0.0, alone_s)
-        alone = asyncio.run(replay(calls, _target(gateway)))
+        with callers_first():
+            alone = asyncio.run(replay(calls, _target(gateway)))
     bounds = bounds_of(alone)
     yield {"part": "calls alone", "seconds": alone_s, **summarize(alone, **bounds)}
     slo = {name.removeprefix("slo_"): bound for name, bound in bounds.items()}
@@ -168,12 +169,14 @@ def measure(deployment: Deployment, texts: RealTexts, seconds: float) -> Iterato
         meter = CpuMeter()
         size = max(1, min(MOST_SIZE, round(seconds / 60 / MINUTES_A_SIZE)))
         rounds = Rounds(deployment, texts, size)
-        results = asyncio.run(_together(rounds, texts, gateway, alone_s, seconds))
+        with callers_first() as is_first:
+            results = asyncio.run(_together(rounds, texts, gateway, alone_s, seconds))
         cores = {f"cpu_{name}": share for name, share in meter.cores().items()}
         used_bytes = folder_bytes(deployment.folder)
     yield from ({"part": "round", **each} for each in rounds.records)
-    whole = {"part": "calls beside jobs", "seconds": seconds, "folder_bytes": used_bytes}
-    yield {**whole, **summarize(results, **bounds), **_of_jobs(rounds.records), **cores}
+    whole = {"part": "calls beside jobs", "seconds": seconds, "callers_first": is_first}
+    sums = {"folder_bytes": used_bytes, **_of_jobs(rounds.records), **cores}
+    yield {**whole, **summarize(results, **bounds), **sums}
 
 
 def _engine(deployment: Deployment) -> dict[str, object]:

@@ -27,7 +27,7 @@ GATEWAYS_LEARN_S = 2.0
 LEAVING_S = 300.0
 ON_THE_WAY_TOKENS = 100_000
 """So many at most are between the daemon and a scheduler: the server in front of it tokenizes one
-prompt after another, and calls wait behind rows there."""
+prompt after another. Where no door of ours stands before it, calls wait behind rows there."""
 ARRIVED_S = 10.0
 """What was sent before that is taken to have arrived."""
 NEW_ROWS = 0.1

@@ -187,7 +187,7 @@ def build_argv(
         *_COMMON_ARGS,
         *(_cpu_args(settings, env) if build.is_cpu else ()),
         *_scheduler_args(settings),
-        *(() if settings.api_key is None else (f"--middleware={DOOR_CLASS}",)),
+        f"--middleware={DOOR_CLASS}",
         *_adapter_args(settings),
         *settings.vllm_args,
     )
@@ -204,7 +204,10 @@ def _scheduler_args(settings: ManagedSettings) -> tuple[str, ...]:
     if settings.scheduler is None:
         return ()
     config = json.dumps({HINT_KEY: dict(settings.scheduler)})
-    return (f"--scheduler-cls={SCHEDULER_CLASS}", f"--additional-config={config}")
+    arguments = f"--scheduler-cls={SCHEDULER_CLASS}", f"--additional-config={config}"
+    # With more workers vLLM refuses some pooling models, before our scheduler says why it does.
+    is_pooling = any(argument.startswith("--runner") for argument in settings.vllm_args)
+    return arguments if is_pooling else (*arguments, "--renderer-num-workers=2")
 
 
 def _adapter_args(settings: ManagedSettings) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import attrgetter
@@ -44,35 +44,52 @@ class FrontEndTimes:
         return self.request_s + self.token_s * num_prompt_tokens
 
 
-class FrontEnd:
-    """Hands requests on when they are rendered and tokenized: first come, first served.
+class _Line:
+    """Requests that are rendered and tokenized one after another."""
 
-    A `TrafficSource` of one engine. Waiting here counts as waiting: arrivals keep their instants.
-    """
-
-    def __init__(self, sources: Sequence[TrafficSource], times: FrontEndTimes) -> None:
-        self._sources = sources
+    def __init__(self, times: FrontEndTimes) -> None:
         self._times = times
         self._rendered: deque[tuple[float, Arrival]] = deque()
         self._free_at_s = 0.0
 
     @property
     def next_due_s(self) -> float:
+        return self._rendered[0][0] if self._rendered else math.inf
+
+    def add(self, arrival: Arrival) -> None:
+        begin_s = max(self._free_at_s, arrival.arrival_at_s)
+        self._free_at_s = begin_s + self._times.seconds(len(arrival.prompt_token_ids))
+        self._rendered.append((self._free_at_s, arrival))
+
+    def take_due(self, now_s: float) -> Iterator[Arrival]:
+        while self._rendered and self._rendered[0][0] <= now_s:
+            yield self._rendered.popleft()[1]
+
+
+class FrontEnd:
+    """Hands requests on when they are rendered and tokenized: calls in the order of arrival, and
+    beside them rows in theirs (`batchrun.engine.door`).
+
+    A `TrafficSource` of one engine. Waiting here counts as waiting: arrivals keep their instants.
+    """
+
+    def __init__(self, sources: Sequence[TrafficSource], times: FrontEndTimes) -> None:
+        self._sources = sources
+        self._calls = _Line(times)
+        self._rows = _Line(times)
+
+    @property
+    def next_due_s(self) -> float:
         """When a request is rendered, or may come."""
         first_s = min(source.next_due_s for source in self._sources)
-        return min(first_s, self._rendered[0][0]) if self._rendered else first_s
+        return min(first_s, self._calls.next_due_s, self._rows.next_due_s)
 
     def take_due(self, now_s: float) -> list[Arrival]:
         """The requests rendered by now."""
         new = [arrival for source in self._sources for arrival in source.take_due(now_s)]
         for arrival in sorted(new, key=attrgetter("arrival_at_s")):
-            begin_s = max(self._free_at_s, arrival.arrival_at_s)
-            self._free_at_s = begin_s + self._times.seconds(len(arrival.prompt_token_ids))
-            self._rendered.append((self._free_at_s, arrival))
-        due: list[Arrival] = []
-        while self._rendered and self._rendered[0][0] <= now_s:
-            due.append(self._rendered.popleft()[1])
-        return due
+            (self._calls if arrival.is_online else self._rows).add(arrival)
+        return [*self._calls.take_due(now_s), *self._rows.take_due(now_s)]
 
     def on_finished(self, request_id: str) -> None:
         """The sources want to know."""

@@ -1,4 +1,5 @@
-"""An API server takes requests one after another, each by the length of its prompt."""
+"""An API server takes calls one after another, each by the length of its prompt, and rows beside
+them."""
 
 from __future__ import annotations
 
@@ -15,8 +16,10 @@ TIMES = FrontEndTimes(request_s=0.01, token_s=0.001)
 class Given:
     """A source of arrivals that are known beforehand."""
 
-    def __init__(self, *arrivals: tuple[float, int]) -> None:
-        self._left = [Arrival(f"{at_s}", True, at_s, [7] * tokens, 1) for at_s, tokens in arrivals]
+    def __init__(self, *arrivals: tuple[float, int], is_online: bool = True) -> None:
+        self._left = [
+            Arrival(f"{at_s}", is_online, at_s, [7] * tokens, 1) for at_s, tokens in arrivals
+        ]
         self.finished: list[str] = []
 
     @property
@@ -43,14 +46,26 @@ def test_a_request_is_due_when_its_prompt_is_tokenized() -> None:
     assert front.next_due_s == math.inf
 
 
-def test_a_short_request_waits_for_the_long_one_before_it() -> None:
-    rows, calls = Given((1.0, 990)), Given((1.5, 10))
-    front = FrontEnd([calls, rows], TIMES)
+@pytest.mark.parametrize("is_online", [True, False])
+def test_a_short_request_waits_for_the_long_one_before_it(*, is_online: bool) -> None:
+    long, short = (Given(each, is_online=is_online) for each in ((1.0, 990), (1.5, 10)))
+    front = FrontEnd([short, long], TIMES)
 
     assert front.take_due(1.9) == []
     assert [a.arrival_at_s for a in front.take_due(2.001)] == [1.0]
     assert front.next_due_s == pytest.approx(2.02)
     assert [a.arrival_at_s for a in front.take_due(2.03)] == [1.5]
+
+
+def test_a_call_waits_for_no_row() -> None:
+    rows, calls = Given((1.0, 990), (1.0, 990), is_online=False), Given((1.5, 10))
+    front = FrontEnd([calls, rows], TIMES)
+    front.take_due(1.5)
+
+    assert front.next_due_s == pytest.approx(1.52)
+    assert [a.arrival_at_s for a in front.take_due(1.53)] == [1.5]
+    assert front.next_due_s == pytest.approx(2.0)
+    assert len(front.take_due(2.001)) == len(front.take_due(3.001)) == 1
 
 
 def test_a_request_to_an_idle_server_waits_for_nobody() -> None:
