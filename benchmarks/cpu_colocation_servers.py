@@ -18,6 +18,7 @@ import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 from batchrun.config import SloConfig
+from batchrun.daemon.plugin import NUM_RENDERERS
 from batchrun.engine import process
 from batchrun.engine.command import ManagedSettings
 from batchrun.engine.engine import ManagedEngine
@@ -95,6 +96,7 @@ class Server:
                     "VLLM_CPU_OMP_THREADS_BIND": str(WORKER_CORE),
                 },
                 scheduler={"policy": policy, **promised},
+                num_renderers=NUM_RENDERERS,
             )
         )
 

@@ -31,6 +31,7 @@ from statistics import median
 
 import psutil
 
+from batchrun.daemon.plugin import NUM_RENDERERS
 from batchrun.engine.command import ManagedSettings
 from batchrun.engine.engine import ManagedEngine
 from batchrun.engine.tiny_model import build_tiny_model
@@ -64,7 +65,7 @@ MOST_WORKER_WAIT = 0.15
 """A worker that waited for its core for a larger share of the time in which it could have run was
 disturbed: its pair does not count."""
 PRACTICE_SEED = 1_000
-ENGINE_ARGS = ("--kv-cache-memory-bytes=536870912", "--renderer-num-workers=2")
+ENGINE_ARGS = ("--kv-cache-memory-bytes=536870912", f"--renderer-num-workers={NUM_RENDERERS}")
 ENGINE_ENV = {"VLLM_CPU_OMP_THREADS_BIND": str(WORKER_CORE)}
 PRINTED = (
     *("server", "seed", "goodput_per_s", "slo_met", "interactive_slo_attainment"),

@@ -321,7 +321,7 @@ async def _measure(workload: Workload, job_id: str, gateway: str, seconds: float
     before, begin_s = _job(job_id)
     meter = CpuMeter()
     calls = replay(workload.arrivals(seconds), _target(gateway))
-    with callers_first():
+    with callers_first() as is_first:
         results, _ = await asyncio.gather(calls, asyncio.sleep(seconds))
     cores = meter.cores()
     view, end_s = _job(job_id)
@@ -346,6 +346,7 @@ async def _measure(workload: Workload, job_id: str, gateway: str, seconds: float
         "tpot_p50_s": percentile(tpots_s, 0.5) or 0.0,
         **{f"step_{name}": step[name] for name in ("predicted_s", "measured_s")},
         **{f"cpu_{name}": share for name, share in cores.items()},
+        "cpu_callers_first": is_first,
     }
 
 

@@ -47,6 +47,7 @@ def callers_first() -> Iterator[bool]:
     goes first too; threads and processes that it starts run as usual. Gives whether the system
     allows it: it takes root's rights.
     """
+    before = os.sched_getscheduler(0), os.sched_getparam(0)
     try:
         os.sched_setscheduler(0, os.SCHED_RR | os.SCHED_RESET_ON_FORK, os.sched_param(1))
     except PermissionError:
@@ -55,7 +56,7 @@ def callers_first() -> Iterator[bool]:
     try:
         yield True
     finally:
-        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+        os.sched_setscheduler(0, *before)
 
 
 def summarize(results: Sequence[OnlineResult], *, slo_ttft_s: float, slo_tpot_s: float) -> Figures:

@@ -159,10 +159,15 @@ def measure(deployment: Deployment, texts: RealTexts, seconds: float) -> Iterato
     alone_s = min(MOST_ALONE_S, max(LEAST_ALONE_S, seconds / 10))
     with deployment.running() as gateway:
         calls = texts.calls(CALLS_PER_S, 0.0, alone_s)
-        with callers_first():
+        with callers_first() as is_first:
             alone = asyncio.run(replay(calls, _target(gateway)))
     bounds = bounds_of(alone)
-    yield {"part": "calls alone", "seconds": alone_s, **summarize(alone, **bounds)}
+    yield {
+        "part": "calls alone",
+        "seconds": alone_s,
+        "callers_first": is_first,
+        **summarize(alone, **bounds),
+    }
     slo = {name.removeprefix("slo_"): bound for name, bound in bounds.items()}
     deployment.configure(_engine(deployment), model=MODEL, slo=slo)
     with deployment.running() as gateway:

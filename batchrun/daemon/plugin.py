@@ -10,13 +10,14 @@ import secrets
 from pathlib import Path
 
 import batchrun
-from batchrun.config import Deployment, SloConfig
+from batchrun.config import TINY_MODELS, Deployment, SloConfig
 from batchrun.engine_config import EngineConfig
 from batchrun.errors import ConfigError
 from batchrun.estimator.profile import CalibrationProfile, OnlineLatency, profile_from_json
 from batchrun.files import write_atomically
 from batchrun.hints import AUTO_ONLINE_COST, HINT_NONCE_VARIABLE
 from batchrun.home import Home
+from batchrun.jobs.prompts.prompt_text import has_own_renderer
 from batchrun.wire import CHANNEL_VARIABLE, SUFFIX
 
 
@@ -129,6 +130,34 @@ def scheduler_settings(
         else deployment.slo.model_dump(exclude_none=True),
         **({} if profile is None else {"profile": str(profile)}),
     }
+
+
+NUM_RENDERERS = 2
+TOKENIZER_ARGUMENTS = ("--tokenizer", "--runner", "--convert", "--model-impl")
+
+
+def num_renderers(deployment: Deployment, config: EngineConfig) -> int | None:
+    """How many prompts an engine tokenizes at once, so that a call's is not behind a row's; None
+    where it is not known that this is safe.
+
+    vLLM gives each thread a tokenizer of its own only where a model has no renderer of its own:
+    elsewhere one request's truncation can cut another's prompt. Pooling models may be refused.
+    """
+    arguments = [argument.replace("_", "-") for argument in config.vllm_args]
+    if not deployment.runs_scheduler or any(
+        argument.startswith(TOKENIZER_ARGUMENTS) for argument in arguments
+    ):
+        return None
+    model = deployment.for_engine(config).model
+    return NUM_RENDERERS if model in TINY_MODELS or _is_plain(Path(model)) else None
+
+
+def _is_plain(folder: Path) -> bool:
+    try:
+        return folder.is_dir() and not has_own_renderer(folder)
+    except (OSError, ValueError):
+        # vLLM says what is wrong with the model.
+        return False
 
 
 def read_or_make_nonce(home: Home) -> str:

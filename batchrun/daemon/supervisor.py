@@ -26,6 +26,7 @@ from batchrun.daemon.plugin import (
     attached_key,
     channel_path,
     last_steps_path,
+    num_renderers,
     package_env,
     plugin_env,
     read_or_make_key,
@@ -444,6 +445,7 @@ def _own_engine(
             command=config.command,
             api_key=key,
             scheduler=None if hint_nonce is None else scheduler_settings(deployment, config, home),
+            num_renderers=None if hint_nonce is None else num_renderers(deployment, config),
         )
     )
 

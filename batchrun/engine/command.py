@@ -35,7 +35,8 @@ class ManagedSettings:
     `vllm_args` are passed through verbatim and win over ours; `env` is laid over this process's
     environment. `command`, when set, replaces the whole vLLM command line.
     `scheduler`, when set, puts batchrun's scheduler into vLLM, with these settings. `api_key`, when
-    set, is what callers must show, on every route but `/health`.
+    set, is what callers must show, on every route but `/health`. `num_renderers` threads tokenize
+    prompts; None: vLLM's one.
     """
 
     name: str
@@ -53,6 +54,7 @@ class ManagedSettings:
     command: tuple[str, ...] | None = None
     scheduler: Mapping[str, object] | None = None
     api_key: str | None = field(default=None, repr=False)
+    num_renderers: int | None = None
     start_timeout_s: float = 600.0
     stop_grace_s: float = 10.0
     check_interval_s: float = 1.0
@@ -188,6 +190,7 @@ def build_argv(
         *(_cpu_args(settings, env) if build.is_cpu else ()),
         *_scheduler_args(settings),
         f"--middleware={DOOR_CLASS}",
+        *_renderer_args(settings),
         *_adapter_args(settings),
         *settings.vllm_args,
     )
@@ -204,10 +207,12 @@ def _scheduler_args(settings: ManagedSettings) -> tuple[str, ...]:
     if settings.scheduler is None:
         return ()
     config = json.dumps({HINT_KEY: dict(settings.scheduler)})
-    arguments = f"--scheduler-cls={SCHEDULER_CLASS}", f"--additional-config={config}"
-    # With more workers vLLM refuses some pooling models, before our scheduler says why it does.
-    is_pooling = any(argument.startswith("--runner") for argument in settings.vllm_args)
-    return arguments if is_pooling else (*arguments, "--renderer-num-workers=2")
+    return (f"--scheduler-cls={SCHEDULER_CLASS}", f"--additional-config={config}")
+
+
+def _renderer_args(settings: ManagedSettings) -> tuple[str, ...]:
+    num = settings.num_renderers
+    return () if num is None else (f"--renderer-num-workers={num}",)
 
 
 def _adapter_args(settings: ManagedSettings) -> tuple[str, ...]:

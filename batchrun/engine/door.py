@@ -35,9 +35,9 @@ PLACE_BYTES = 8_192
 tokens, which take 10 to 20 ms."""
 LONGEST_S = 1.0
 SLOWEST_BYTES_PER_S = 100_000
-"""Whatever becomes of a row, it keeps others waiting no longer than that and what its text may
+"""Whatever becomes of a row, it keeps others waiting no longer than that and what its body may
 take."""
-_INLINE_FILE = re.compile(rb';base64,[^"]*')
+_DATA_URL = re.compile(rb'(?<!\\)"data:[^",]*;base64,[^"]*')
 """Images are decoded apart from text, several at once."""
 
 Message = MutableMapping[str, Any]
@@ -122,13 +122,14 @@ class RowIntake:
         body = await _read_body(receive)
         if body is None:
             return
-        num_bytes = len(body) - sum(len(each[0]) for each in _INLINE_FILE.finditer(body))
+        data_urls = (found.end() - found.start() for found in _DATA_URL.finditer(body))
+        num_places = min(NUM_PLACES, 1 + (len(body) - sum(data_urls)) // PLACE_BYTES)
         with ExitStack() as place:
             async with self._next:
-                for _ in range(min(NUM_PLACES, 1 + num_bytes // PLACE_BYTES)):
+                for _ in range(num_places):
                     await self._places.acquire()
                     place.callback(self._places.release)
-            longest_s = LONGEST_S + num_bytes / SLOWEST_BYTES_PER_S
+            longest_s = LONGEST_S + len(body) / SLOWEST_BYTES_PER_S
             place.callback(asyncio.get_running_loop().call_later(longest_s, place.close).cancel)
             _PLACE.set(place)
             await self._app(scope, _again(body, receive), send)

@@ -68,7 +68,8 @@ class _Line:
 
 class FrontEnd:
     """Hands requests on when they are rendered and tokenized: calls in the order of arrival, and
-    beside them rows in theirs (`batchrun.engine.door`).
+    beside them rows in theirs (`batchrun.engine.door`). What the few rows beside a call take of its
+    process is left out.
 
     A `TrafficSource` of one engine. Waiting here counts as waiting: arrivals keep their instants.
     """

@@ -8,7 +8,13 @@ import pytest
 from estimator_builders import write_profile
 
 from batchrun.config import Deployment, SloConfig
-from batchrun.daemon.plugin import online_slo, profile_path, scheduler_settings, slo_classes
+from batchrun.daemon.plugin import (
+    num_renderers,
+    online_slo,
+    profile_path,
+    scheduler_settings,
+    slo_classes,
+)
 from batchrun.engine_config import EngineConfig
 from batchrun.errors import ConfigError
 from batchrun.estimator.profile import OnlineLatency
@@ -70,6 +76,40 @@ def test_an_engine_is_told_of_the_settings_that_are_set_and_of_no_other(home: Ho
 
     assert plain is not None and plain.keys() == {"policy", "slo"}
     assert told == plain | {"eviction": "lru", "reserve": 0.2, "forecast_rule": "mean-sigma"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "arguments", "num"),
+    [
+        ({"model": "plain"}, (), 2),
+        ({"model": "tiny"}, (), 2),
+        ({"model": "own"}, (), None),
+        ({"model": "broken"}, (), None),
+        ({"model": "mistral"}, (), None),
+        ({"model": "org/of-the-hub"}, (), None),
+        ({"model": "plain", "policy": "vllm"}, (), None),
+        ({"model": "plain"}, ("--tokenizer_mode=cohere",), None),
+        ({"model": "plain"}, ("--runner", "pooling"), None),
+    ],
+)
+def test_prompts_are_tokenized_two_at_once_where_that_is_known_to_be_safe(
+    tmp_path: Path, changes: dict[str, object], arguments: tuple[str, ...], num: int | None
+) -> None:
+    files = {
+        "plain/config.json": '{"model_type": "llama"}',
+        "own/config.json": '{"model_type": "deepseek_v32"}',
+        "broken/config.json": "{",
+        "mistral/tekken.json": "{}",
+        "mistral/consolidated.safetensors": "",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    if (tmp_path / str(changes["model"])).is_dir():
+        changes = {**changes, "model": str(tmp_path / str(changes["model"]))}
+    plan = deployment(tmp_path, EngineConfig(vllm_args=arguments), **changes)
+
+    assert num_renderers(plan, plan.engines[0]) == num
 
 
 def test_a_named_profile_that_is_missing_is_one_line(home: Home) -> None:

@@ -192,6 +192,18 @@ async def test_images_count_as_no_text_and_bodies_arrive_whole(
     assert {server.bodies[row] for row in server.rendering} == {image}
 
 
+async def test_base64_within_a_text_counts_as_text(server: Server, caller: Caller) -> None:
+    text = b'{"content": "![a](data:image/png;base64,AAAA) ' + LONG + b'"}'
+    html = b'{"content": "<img src=\\"data:image/png;base64,' + LONG + b'\\">"}'
+    await caller.send(ROWS[0], body=text)
+    await caller.send(ROWS[1], body=html)
+    await caller.send(ROWS[2])
+
+    assert server.rendering == ROWS[:1]
+    await server.render(ROWS[0])
+    assert server.rendering == ROWS[1:2]
+
+
 async def test_a_row_whose_sender_has_gone_is_not_handed_on(server: Server, caller: Caller) -> None:
     (task,) = await caller.send(ROWS[0], is_whole=False)
 

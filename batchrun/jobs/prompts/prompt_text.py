@@ -250,7 +250,7 @@ class ChatTemplate:
         when a file cannot be read or a template is not well-formed.
         """
         try:
-            if _has_own_renderer(folder):
+            if has_own_renderer(folder):
                 return None
             config = _read_json(folder / "tokenizer_config.json")
             templates = _find_templates(folder, config)
@@ -336,8 +336,8 @@ def _template_kwargs(body: Mapping[str, object]) -> dict[str, object]:
     return {name: value for name, value in values.items() if value is not None and value != "auto"}
 
 
-def _has_own_renderer(folder: Path) -> bool:
-    """Whether vLLM renders this model's chats without a Jinja template."""
+def has_own_renderer(folder: Path) -> bool:
+    """Whether vLLM renders the chats of the model in this folder without a Jinja template."""
     if _read_json(folder / "config.json").get("model_type") in OWN_RENDERERS:
         return True
     # Mistral's library reads these; vLLM prefers it where the weights have Mistral's names too.
