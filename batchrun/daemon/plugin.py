@@ -133,7 +133,8 @@ def scheduler_settings(
 
 
 NUM_RENDERERS = 2
-TOKENIZER_ARGUMENTS = ("--tokenizer", "--runner", "--convert", "--model-impl")
+RENDERER_ARGUMENT = re.compile("--(tokenizer|runner|convert|model-impl|hf-overrides|config)")
+"""What begins so may choose another renderer than the model's files do."""
 
 
 def num_renderers(deployment: Deployment, config: EngineConfig) -> int | None:
@@ -144,9 +145,7 @@ def num_renderers(deployment: Deployment, config: EngineConfig) -> int | None:
     elsewhere one request's truncation can cut another's prompt. Pooling models may be refused.
     """
     arguments = [argument.replace("_", "-") for argument in config.vllm_args]
-    if not deployment.runs_scheduler or any(
-        argument.startswith(TOKENIZER_ARGUMENTS) for argument in arguments
-    ):
+    if not deployment.runs_scheduler or any(map(RENDERER_ARGUMENT.match, arguments)):
         return None
     model = deployment.for_engine(config).model
     return NUM_RENDERERS if model in TINY_MODELS or _is_plain(Path(model)) else None

@@ -190,7 +190,7 @@ def build_argv(
         *(_cpu_args(settings, env) if build.is_cpu else ()),
         *_scheduler_args(settings),
         f"--middleware={DOOR_CLASS}",
-        *_renderer_args(settings),
+        *(() if (num := settings.num_renderers) is None else (f"--renderer-num-workers={num}",)),
         *_adapter_args(settings),
         *settings.vllm_args,
     )
@@ -208,11 +208,6 @@ def _scheduler_args(settings: ManagedSettings) -> tuple[str, ...]:
         return ()
     config = json.dumps({HINT_KEY: dict(settings.scheduler)})
     return (f"--scheduler-cls={SCHEDULER_CLASS}", f"--additional-config={config}")
-
-
-def _renderer_args(settings: ManagedSettings) -> tuple[str, ...]:
-    num = settings.num_renderers
-    return () if num is None else (f"--renderer-num-workers={num}",)
 
 
 def _adapter_args(settings: ManagedSettings) -> tuple[str, ...]:

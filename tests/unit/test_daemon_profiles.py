@@ -90,6 +90,8 @@ def test_an_engine_is_told_of_the_settings_that_are_set_and_of_no_other(home: Ho
         ({"model": "plain", "policy": "vllm"}, (), None),
         ({"model": "plain"}, ("--tokenizer_mode=cohere",), None),
         ({"model": "plain"}, ("--runner", "pooling"), None),
+        ({"model": "plain"}, ("--config", "vllm.yaml"), None),
+        ({"model": "plain"}, ("--max-num-seqs=8",), 2),
     ],
 )
 def test_prompts_are_tokenized_two_at_once_where_that_is_known_to_be_safe(
