@@ -66,6 +66,13 @@ def count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
+def in_words(value: float, *, is_share: bool = False) -> str:
+    """A figure as it is printed: shares in per cent, large ones without a fraction."""
+    if is_share:
+        return f"{value:.1%}"
+    return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:,.3g}"
+
+
 def _duration_s(value: object) -> float:
     if isinstance(value, int | float) and not isinstance(value, bool):
         return float(value) if abs(value) < _ENDLESS_S else math.inf

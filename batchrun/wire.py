@@ -11,7 +11,8 @@ import hmac
 import mmap
 import os
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -25,6 +26,8 @@ ORDERS_SUFFIX = ".orders"
 
 MAX_MESSAGE_BYTES = 65_536
 MAX_JOBS = 1_024
+REST_BYTES, HEAD_BYTES = 1_024, 2
+"""What orders take at most beside names of jobs, and one of these beside its characters."""
 MAX_CALLS_SENT = 1_000
 MAX_TOLD = 2**31
 """Of what an engine tells of its size."""
@@ -222,6 +225,13 @@ class Orders(Struct, frozen=True):
     calls_from: Annotated[int, Meta(ge=0)] | None = None
     online_queue: PolicyName | None = None
     felt: FeltCalls | None = None
+
+
+def num_that_fit(jobs: Sequence[str], others: Iterable[str]) -> int:
+    """How many of the first of these jobs orders have room for that name the others too."""
+    left_bytes = MAX_MESSAGE_BYTES - REST_BYTES - sum(len(job) + HEAD_BYTES for job in others)
+    sizes_bytes = accumulate(len(job) + HEAD_BYTES for job in jobs)
+    return min(MAX_JOBS, sum(size_bytes <= left_bytes for size_bytes in sizes_bytes))
 
 
 class RecordedCall(Struct, frozen=True, array_like=True):

@@ -26,13 +26,13 @@ from batchrun.daemon.supervisor import engine_python
 from batchrun.errors import DaemonUnavailableError, EngineError, InputError, NotLeadingError
 from batchrun.files import is_url
 from batchrun.home import Home
-from batchrun.jobs.expected_answers import OutputEstimate, Stored, estimate_outputs
+from batchrun.jobs.expected_answers import OutputEstimate, Stored, estimate_outputs, num_choices
 from batchrun.jobs.job_file import load_job_file
 from batchrun.jobs.prompts.tokens import read_prompts
 from batchrun.jobs.spec import JobSpec
 from batchrun.jobs.study import JobStudy, KvSize, study_job
 from batchrun.jobs.submit import checked_job
-from batchrun.quantities import count, duration
+from batchrun.quantities import count, duration, in_words
 from batchrun.simulator.planner.job_forecast import (
     HOUR_S,
     EngineTime,
@@ -164,7 +164,7 @@ def _studied(
             )
     answers = outputs.filled[job.tree.rows]
     figures = study_figures(inspected, inspected["prompt_tokens_total"], float(answers.sum()))
-    fits = job.study.prompts + answers <= kv.most_tokens
+    fits = job.study.prompts + answers / num_choices(spec.request) <= kv.most_tokens
     figures["computed_tokens"] = _computed(job, outputs, figures, fits)
     return job, outputs, figures | {"warning": "; ".join(warnings) or None}
 
@@ -241,7 +241,7 @@ def _tokens(study: Mapping[str, Any]) -> str:
     bound = f"; at most {limit:,}" if limit is not None and limit > mean else ""
     return (
         f"{study['prompt_tokens']:,} in prompts, {study['output_tokens']:,} in answers "
-        f"({mean:,.3g} a row, from {study['output_tokens_source']}{bound}); "
+        f"({in_words(mean)} a row, from {study['output_tokens_source']}{bound}); "
         f"{study['computed_tokens']:,} to compute"
     )
 

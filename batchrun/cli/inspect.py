@@ -51,6 +51,7 @@ from batchrun.jobs.prompts.tokens import read_prompts
 from batchrun.jobs.spec import JobSpec
 from batchrun.jobs.study import PERCENTILES, Distribution, KvSize, Values, study_job
 from batchrun.jobs.submit import open_submitted
+from batchrun.quantities import in_words
 from batchrun.store.database import Store, open_to_read
 from batchrun.types import DEFAULT_MODEL, ProgressSink
 
@@ -165,13 +166,6 @@ def is_spread(values: Values) -> bool:
     return bool(values.min() > 0 and values.max() > LOG_RATIO * np.median(values))
 
 
-def in_words(value: float, *, is_share: bool = False) -> str:
-    """A figure as it is printed: shares in per cent, large ones without a fraction."""
-    if is_share:
-        return f"{value:.1%}"
-    return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:,.3g}"
-
-
 def _lines(figures: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "job", f"{figures['name']}, {figures['endpoint']}"
     yield "rows", f"{figures['rows']:,}"
@@ -204,7 +198,7 @@ def _answers(figures: Mapping[str, Any]) -> str:
     limit = figures["max_output_tokens"]
     bound = "" if limit is None else f", at most {limit:,}"
     if figures["output_tokens_mean"] is None:
-        return "of unknown length: the job sets no max_tokens"
+        return "of unknown length: the job sets no limit"
     ratio = figures["prompt_to_output_ratio_mean"]
     times = "" if ratio is None else f"; prompts are {in_words(ratio)} times as long"
     source = figures["output_tokens_source"]

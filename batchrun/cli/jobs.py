@@ -24,7 +24,7 @@ from batchrun.control.fitting import unfit_submission
 from batchrun.control.following import check_end, num_done, watch
 from batchrun.control.lending import deployment_up
 from batchrun.control.starting import flags_of, read_deployment
-from batchrun.control.submitting import find_same, go_on, hand_over, prepare
+from batchrun.control.submitting import find_or_add, go_on, hand_over, prepare
 from batchrun.errors import DaemonUnavailableError, InputError, UnknownJobError
 from batchrun.files import is_url
 from batchrun.home import Home
@@ -209,15 +209,13 @@ def run(
 
 def _take_up(job: NewJob, home: Home, client: DaemonClient) -> str:
     """The id of the unfinished job with this very content, resumed, or of a new one."""
-    found = find_same(job, home)
-    if found is None or found.record.state.is_terminal:
+    job_id, is_new = find_or_add(job, home)
+    if is_new:
         tell_replaced(job)
-        return hand_over(job, home)[0]
-    view = go_on(found.record.id, client)
-    note(
-        f"going on with {found.record.id}: {num_done(view):,} of {view['num_rows']:,} rows are done"
-    )
-    return found.record.id
+        return job_id
+    view = go_on(job_id, client)
+    note(f"going on with {job_id}: {num_done(view):,} of {view['num_rows']:,} rows are done")
+    return job_id
 
 
 def follow(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import groupby, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,9 +14,12 @@ import typer
 from rich.console import RenderableType
 
 from batchrun.cli.console import JsonOption, ProgressBar, answer, columns, figure, note, vllm_needed
+from batchrun.cli.inspect import answering, earlier_jobs
 from batchrun.config import load_home
+from batchrun.control.client import DaemonClient
 from batchrun.control.starting import read_deployment
 from batchrun.errors import InputError, known_name
+from batchrun.jobs.expected_answers import estimate_outputs
 from batchrun.jobs.job_file import load_job_file
 from batchrun.quantities import count, duration, parse_duration_s, share
 from batchrun.routing.routers import DEFAULT_ROUTER, ROUTERS
@@ -24,6 +28,7 @@ from batchrun.simulator.traces.trace import Trace
 from batchrun.types import DEFAULT_MODEL
 
 if TYPE_CHECKING:
+    from batchrun.simulator.offline_jobs import OfflineJob
     from batchrun.simulator.planner.capacity import CapacityPlan, PlannedJob
     from batchrun.simulator.planner.fleet import Attainment, Fleet
     from batchrun.simulator.simulation import Simulated, SimulationPlan
@@ -108,7 +113,6 @@ def plan(
     a day with the jobs. Exit code 1: nothing holds.
     """
     with vllm_needed("plan"):
-        from batchrun.simulator.offline_jobs import JobTerms, job_of_file
         from batchrun.simulator.planner.capacity import (
             PlanRequest,
             paragraph,
@@ -134,7 +138,7 @@ def plan(
     calls = drawn(seed)
     if not len(calls):
         raise InputError(f"{trace}: has no calls")
-    jobs = [job_of_file(path, JobTerms(), model_folder=_model_folder(path)) for path in job or []]
+    jobs = [_offline_job(path) for path in job or []]
     unable = {}
     for (path, planned), kind in product(zip(job or [], jobs, strict=True), kinds):
         if not planned.num_rows:
@@ -171,9 +175,20 @@ def plan(
         raise typer.Exit(NO_PLAN)
 
 
-def _model_folder(job: Path) -> Path | None:
-    """The files of the job's model, where an engine of batchrun.yaml has it and they are here."""
-    deployment, model = read_deployment(None), load_job_file(job, cwd=Path.cwd()).model
+def _offline_job(path: Path) -> OfflineJob:
+    """The job of a file, with answers as long as a dry run expects them."""
+    from batchrun.simulator.offline_jobs import JobTerms, job_of_file
+
+    spec, home = load_job_file(path, cwd=Path.cwd()), load_home(None)
+    folder, model = _model_folder(spec.model), answering(spec, home)
+    with earlier_jobs(home) if DaemonClient(home).is_running() else nullcontext() as stored:
+        estimate = partial(estimate_outputs, stored=stored, default_model=model)
+        return job_of_file(path, JobTerms(), model_folder=folder, estimate=estimate)
+
+
+def _model_folder(model: str) -> Path | None:
+    """The files of a job's model, where an engine of batchrun.yaml has it and they are here."""
+    deployment = read_deployment(None)
     for engine in deployment.engines if deployment.file else ():
         is_named = engine.attach is None or engine.model is not None
         if is_named and model in {

@@ -73,6 +73,8 @@ def results(
         place = record.output_path if output is None else _checked_output(output, record)
         num_rows = record.num_rows
         is_there = record.has_output and is_written(place, spec.output.rows_per_file)
+        if output is None and is_there:
+            result_records.refuse_replaced(store, record)
         if output is not None or not is_there:
             with ProgressBar() as progress, _path_to_write(place, home) as path:
                 num_rows = export(
@@ -160,8 +162,10 @@ def _grouped(rows: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
 
 
 def _ids_of(record: JobRecord, rows: Sequence[int], home: Home) -> Sequence[str]:
-    """The ids of rows; their numbers where the input cannot be read any more."""
+    """The ids of rows; their numbers where they have no others, or the input cannot be read."""
     spec = JobSpec.model_validate_json(record.spec)
+    if not rows or (spec.input.id is None and not spec.is_openai_batch):
+        return [str(row) for row in rows]
     try:
         data = open_submitted(record, spec, links=home.inputs)
     except (DataError, StorageError, StoreError):

@@ -41,7 +41,7 @@ def deployment_up(
     """
     home.create()
     with (home.run / "calls.lock").open("ab") as calls:
-        _wait_for(calls, fcntl.LOCK_SH, is_shown=is_shown)
+        _wait_for(calls, fcntl.LOCK_SH, "stops the deployment", is_shown=is_shown)
         try:
             with in_turn(home.run / "start.lock", is_shown=is_shown):
                 _start(home, flags, is_shown=is_shown)
@@ -54,10 +54,12 @@ def deployment_up(
 
 
 @contextmanager
-def in_turn(path: Path, *, is_shown: bool = True) -> Iterator[None]:
-    """One thread of one process at a time, by a lock on a file."""
+def in_turn(
+    path: Path, others: str = "starts or stops the deployment", *, is_shown: bool = True
+) -> Iterator[None]:
+    """One thread of one process at a time, by a lock on a file; what `others` do is shown."""
     with path.open("ab") as file:
-        _wait_for(file, fcntl.LOCK_EX, is_shown=is_shown)
+        _wait_for(file, fcntl.LOCK_EX, others, is_shown=is_shown)
         yield
 
 
@@ -108,10 +110,10 @@ def _note(home: Home) -> Path:
     return home.run / "started-for-calls"
 
 
-def _wait_for(file: IO[bytes], kind: int, *, is_shown: bool) -> None:
+def _wait_for(file: IO[bytes], kind: int, others: str, *, is_shown: bool) -> None:
     with ProgressBar(is_shown=is_shown) as progress:
         while not try_lock(file.fileno(), kind):
-            progress("another call starts or stops the deployment", 0, 0)
+            progress(f"another call {others}", 0, 0)
             time.sleep(POLL_INTERVAL_S)
 
 

@@ -11,7 +11,8 @@ from typing import Any
 from urllib.parse import quote
 
 from batchrun.control.client import DaemonClient
-from batchrun.control.following import ProgressBar
+from batchrun.control.following import ProgressBar, note
+from batchrun.control.lending import in_turn
 from batchrun.control.starting import LOOK_WAIT_S, describe_silence, read_deployment
 from batchrun.errors import (
     DaemonUnavailableError,
@@ -22,7 +23,7 @@ from batchrun.errors import (
 from batchrun.files import StoreLock, is_url
 from batchrun.home import Home
 from batchrun.jobs.pin import InputPin
-from batchrun.jobs.spec import JobSpec, told_fields
+from batchrun.jobs.spec import ASIDE, JobSpec, told_fields
 from batchrun.store import jobs
 from batchrun.store.database import Store, open_store, open_to_read
 from batchrun.store.jobs import JobRecord, NewJob
@@ -143,10 +144,7 @@ def _add_to_store(job: NewJob, home: Home) -> str:
 
     home.create()
     with StoreLock(home.store_lock, wait_s=LOCK_WAIT_S):
-        if home.has_store:
-            store = open_store(home.store_location)
-        else:
-            store = open_for(home, read_deployment(None).store_url)
+        store = open_for(home, read_deployment(None).store_url or home.recorded_store_url)
         with closing(store), DaemonLock(store, wait_s=LOCK_WAIT_S):
             return jobs.create(store, job, now_s=time.time()).id
 
@@ -182,6 +180,23 @@ def find_same(
     content = _content_of(job)
     same = (_same_job(record) for record in alike if _content_of(record) == content)
     return next(filter(fits, same), None)
+
+
+def find_or_add(job: NewJob, home: Home, *, is_shown: bool = True) -> tuple[str, bool]:
+    """The id of the unfinished job with this very content, or of a new one, and whether it is new;
+    of equal ones at once one is added. Says which keys the old one has otherwise, and keeps."""
+    with in_turn(home.run / "submissions.lock", "submits a file", is_shown=is_shown):
+        same = find_same(job, home, lambda each: not each.record.state.is_terminal)
+        if same is None:
+            return hand_over(job, home)[0], True
+    old, new = map(JobSpec.model_validate_json, (same.record.spec, job.spec))
+    kept = [key for key in ASIDE if getattr(old, key) != getattr(new, key)]
+    if kept and is_shown:
+        note(
+            f"{same.record.id} goes on with its own {', '.join(kept)}; to change that, cancel it "
+            f"and submit the file with --continue-from {same.record.id}"
+        )
+    return same.record.id, False
 
 
 def _content_of(job: NewJob | JobRecord) -> tuple[list[tuple[str, ...]], str]:

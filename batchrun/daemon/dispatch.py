@@ -18,6 +18,7 @@ from typing import Any, Generic
 
 from batchrun.daemon.faults import SOLO, TrialEngine
 from batchrun.daemon.in_flight import Assignment, Demand, EngineSlot, JobT, RunningJob, SlotT
+from batchrun.daemon.prices import USUAL, output_token_s
 from batchrun.hints import SharedPrefixes, rows_to_come
 from batchrun.pool.fair_share import NO_POOL, JobTurns, Turn
 from batchrun.pool.radix_tree import rows_with_prefix
@@ -148,11 +149,13 @@ class Assigner(Generic[JobT, SlotT]):
 
     Each row that `assign` returns is settled or given back once, whatever became of its job. Those
     `in_the_way` then are to be aborted and given back a little later: they keep a suspect waiting.
-    Of the jobs `resting`, by id, no row goes.
+    Of the jobs `resting` and `waiting`, by id, no row goes. The latter wait for hours: suspects of
+    theirs keep no engine apart.
     """
 
-    def __init__(self, slots: Sequence[SlotT]) -> None:
+    def __init__(self, slots: Sequence[SlotT], waiting: Collection[str] = ()) -> None:
         self.slots = slots
+        self.waiting = waiting
         self.jobs: dict[str, JobT] = {}
         self.turns = JobTurns()
         self.trial_engine = TrialEngine(slots)
@@ -211,7 +214,9 @@ class Assigner(Generic[JobT, SlotT]):
             slot.end_trials(now_s)
         self._place_jobs()
         are_alike = len({slot.models for slot in self.slots if not slot.is_lost}) == 1
-        has_suspects = are_alike and any(job.trials.limits for job in self.jobs.values())
+        has_suspects = are_alike and any(
+            job.trials.limits and job_id not in self.waiting for job_id, job in self.jobs.items()
+        )
         is_apart = self.trial_engine.set_apart(now_s, has_suspects=has_suspects)
         round_ = _Round(self._asking(is_apart=is_apart), self.slots, now_s)
         while round_.asking and len(round_.assignments) < ROWS_PER_READ:
@@ -286,7 +291,9 @@ class Assigner(Generic[JobT, SlotT]):
     def idle(self, now_s: float) -> None:
         """Nothing may go at present; that says nothing of what the engines could do."""
         for slot in self.slots:
+            slot.end_trials(now_s)
             slot.load.observe(now_s, is_full=False)
+        self.trial_engine.set_apart(now_s, has_suspects=False)
         self._saturated = dict.fromkeys(self._saturated, False)
         self._tell_turns(now_s)
 
@@ -295,21 +302,40 @@ class Assigner(Generic[JobT, SlotT]):
         for pool, is_saturated in self._saturated.items():
             self.turns.observe(now_s, is_saturated=is_saturated, pool=pool)
 
-    def settle(self, assignment: Assignment[JobT, SlotT], usage: Usage) -> None:
-        """The row has ended."""
+    def settle(
+        self, assignment: Assignment[JobT, SlotT], usage: Usage, *, is_ok: bool = True
+    ) -> None:
+        """The row has ended; an answer of no tokens counts as planned, an error as no work."""
         computed = usage.num_prompt_tokens - usage.num_cached_tokens + usage.num_output_tokens
         if self._takes_part(assignment.job):
             self.turns.settle(assignment.job.id, assignment.row, computed)
-        assignment.slot.load.ended(assignment.demand.work_s)
-        assignment.job.answers.ended(assignment.row, usage.num_output_tokens)
+        answers, output_tokens = assignment.job.answers, usage.num_output_tokens
+        more_tokens = (output_tokens or answers.planned_tokens) - answers.planned_tokens
+        more_s = more_tokens * output_token_s(USUAL, float(usage.num_prompt_tokens))
+        if is_ok or computed:
+            assignment.slot.load.ended(max(0.0, assignment.demand.work_s + more_s))
+        answers.ended(assignment.row, output_tokens)
 
-    def give_back(self, assignment: Assignment[JobT, SlotT], *, ready_at_s: float = 0.0) -> None:
-        """The row has not ended: it is pending again, and free."""
+    def give_back(
+        self, assignment: Assignment[JobT, SlotT], *, ready_at_s: float = 0.0, moves: bool = False
+    ) -> None:
+        """The row has not ended: it is pending again, and free. One that `moves` goes to another
+        engine, where one has its model."""
         job, row = assignment.job, assignment.row
-        job.queue.give_back(row, ready_at_s=ready_at_s)
+        failed_at = assignment.engine if moves else None
+        engine = self._another(assignment) if moves else None
+        job.queue.give_back(row, ready_at_s=ready_at_s, failed_at=failed_at, engine=engine)
         job.answers.lost(row)
         if self._takes_part(job):
             self.turns.refund(job.id, row)
+
+    def _another(self, failed: Assignment[JobT, SlotT]) -> int | None:
+        """Of those that the row may go to but its own the engine that is done first, one where it
+        has not failed before all others."""
+        usable, model = self._asking(is_apart=False), failed.job.model
+        tried = failed.job.queue.engines_failed(failed.row)
+        others = [at for at in usable if at != failed.engine and usable[at].serves(model)]
+        return min(others, key=lambda at: (at in tried, usable[at].load.seconds), default=None)
 
     def _takes_part(self, job: JobT) -> bool:
         return self.jobs.get(job.id) is job
@@ -337,10 +363,11 @@ class Assigner(Generic[JobT, SlotT]):
 
     def _ready(self, now_s: float) -> dict[str, JobT]:
         """The jobs with rows that may go now."""
+        resting = (self.waiting, *self.resting)
         return {
             job_id: job
             for job_id, job in self.jobs.items()
-            if not any(job_id in each for each in self.resting) and job.queue.has_ready(now_s)
+            if not any(job_id in each for each in resting) and job.queue.has_ready(now_s)
         }
 
     def _take(self, turn: Turn, row: int, engine: int, demand: Demand, round_: _Round) -> None:

@@ -84,9 +84,9 @@ class Dispatcher:
 
     def __post_init__(self) -> None:
         self.hinter = Hinter(self.epoch)
-        self.assigner = Assigner(self.slots)
+        self.assigner = Assigner(self.slots, self.waiting)
         self._row_images = RowImages(self.images)
-        self.assigner.resting = (self._row_images.resting, self.waiting, self._resting)
+        self.assigner.resting = (self._row_images.resting, self._resting)
 
     @property
     def jobs(self) -> Mapping[str, ActiveJob]:
@@ -307,9 +307,7 @@ class Dispatcher:
             self._give_back(assignment)
             return
         if isinstance(body, RowError):
-            failed = Outcome(job.record.id, row, 0, OutcomeKind.ROW_ERROR, error=body)
-            self._release(assignment)
-            self._conclude(assignment, failed)
+            self._conclude(assignment, Outcome(job.id, row, 0, OutcomeKind.ROW_ERROR, error=body))
             return
         self._await(assignment, self._execute(assignment, body))
 
@@ -385,7 +383,7 @@ class Dispatcher:
         if outcome.kind in {OutcomeKind.OK, OutcomeKind.ROW_ERROR}:
             slot.pressure.taken(slot.window.max_waiting)
             if outcome.kind is OutcomeKind.OK:
-                job.doubts.succeeded()
+                job.doubts.succeeded(assignment.engine)
                 slot.answered(outcome.duration_s)
             job.refusals.forget(outcome.row)
             job.compare_cached(outcome.row, outcome.usage, slot.block_tokens)
@@ -413,11 +411,11 @@ class Dispatcher:
         """Every row might fail so, or this one alone."""
         job, error = assignment.job, outcome.error
         assert error is not None
-        verdict = job.doubts.judge(outcome.row, error, job.tasks)
+        verdict = job.doubts.judge(outcome.row, error, job.tasks, assignment.engine)
         if verdict is Verdict.ROW:
             self._conclude(assignment, replace(outcome, kind=OutcomeKind.ROW_ERROR))
             return
-        self._give_back(assignment, ready_at_s=time.monotonic() + DOUBT_WAIT_S)
+        self.assigner.give_back(assignment, ready_at_s=time.monotonic() + DOUBT_WAIT_S, moves=True)
         if verdict is Verdict.JOB:
             self.pause_job(job, f"every row would fail: {error.message}")
         elif verdict is Verdict.REST and job.id not in self._resting:
@@ -441,7 +439,8 @@ class Dispatcher:
     def _conclude(self, assignment: SentRow, outcome: Outcome) -> None:
         """The row has ended: its result goes to the store."""
         job = assignment.job
-        self.assigner.settle(assignment, outcome.usage)
+        self._release(assignment)
+        self.assigner.settle(assignment, outcome.usage, is_ok=outcome.kind is OutcomeKind.OK)
         job.trials.clear(outcome.row)
         self.writer.put(job.record.seq, outcome)
         if (reason := job.breaker.see(outcome)) is not None:
@@ -475,7 +474,7 @@ class Dispatcher:
         await self._remember(results.record_attempt, job.record.seq, outcome.row, outcome.attempt)
         delay_s = retry_delay_s(outcome.attempt, outcome.retry_after_s, self.rng)
         delay_s = min(delay_s, job.left_s * RETRY_SHARE)
-        self._give_back(assignment, ready_at_s=time.monotonic() + delay_s)
+        self.assigner.give_back(assignment, ready_at_s=time.monotonic() + delay_s, moves=True)
 
     async def _remember(self, record: Callable[..., None], *values: object) -> None:
         """Write a count that outlives the daemon; without it a restart counts again."""

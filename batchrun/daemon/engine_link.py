@@ -41,6 +41,7 @@ from batchrun.wire import (
     RecordedCalls,
     Telemetry,
     encode,
+    num_that_fit,
     read_last_steps,
     read_message,
 )
@@ -207,6 +208,7 @@ class Steering:
     _felt: Mapping[str, FeltCalls] | None = None
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
     _ended_at_s: dict[str, float] = field(default_factory=dict)
+    _told: tuple[str, ...] = ()
     _wake: asyncio.Event = field(default_factory=asyncio.Event)
     _recording_until_s: float = float("-inf")
 
@@ -267,10 +269,8 @@ class Steering:
         }
 
     async def order_all(self, numbers: Mapping[str, int] | None = None) -> dict[str, Answer | None]:
-        """Send every engine what is wanted of it; returns the answers by engine.
-
-        With `numbers` they are asked for recorded calls, from these numbers on.
-        """
+        """Orders to all engines; returns the answers, with the calls recorded from `numbers` on."""
+        self._choose_ended()
         orders = [
             link.order(self._orders(name, nonce, None if numbers is None else numbers.get(name, 0)))
             for name, (link, nonce) in self.links.items()
@@ -297,11 +297,15 @@ class Steering:
                 async with asyncio.timeout(RETRY_S if is_missed else RENEW_S):
                     await self._wake.wait()
 
+    def _choose_ended(self) -> None:
+        """As many jobs as the next orders have room for; who is told now comes last next time."""
+        jobs, oldest_s = self.running_jobs(), time.monotonic() - FORGET_S
+        lately = {job: at_s for job, at_s in self._ended_at_s.items() if at_s >= oldest_s}
+        ended = [job for job in reversed(lately) if job not in jobs]
+        self._told = tuple(ended[: num_that_fit(ended, list(jobs)[:MAX_JOBS])])
+        self._ended_at_s = {job: lately[job] for job in self._told} | lately
+
     def _orders(self, name: str, nonce: str, calls_from: int | None = None) -> Orders:
-        running = list(self.running_jobs())[:MAX_JOBS]
-        oldest_s = time.monotonic() - FORGET_S
-        self._ended_at_s = {job: at_s for job, at_s in self._ended_at_s.items() if at_s >= oldest_s}
-        ended = [job_id for job_id in self._ended_at_s if job_id not in running]
         return Orders(
             nonce=nonce,
             epoch=self.epoch,
@@ -309,8 +313,8 @@ class Steering:
             policy=self.policy,
             token_budget=self.token_budget,
             is_offline_on=self.is_offline_on,
-            renew=tuple(running),
-            forget=tuple(ended[-MAX_JOBS:]),
+            renew=tuple(self.running_jobs())[:MAX_JOBS],
+            forget=self._told,
             is_recording=time.monotonic() < self._recording_until_s,
             calls_from=calls_from,
             online_queue=self.online_queue,

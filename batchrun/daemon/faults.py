@@ -150,10 +150,12 @@ class TrialEngine:
 
     def set_apart(self, now_s: float, *, has_suspects: bool) -> bool:
         """Choose, keep or give back the engine. Returns whether suspects wait for it; else they go
-        where all rows go."""
-        if not has_suspects:
+        where all rows go. One that runs there keeps it apart."""
+        apart = [slot.in_flight.values() for slot in self.slots if slot.is_set_apart]
+        runs = any(each.row in each.trials.limits for rows in apart for each in rows)
+        if not (has_suspects or runs):
             self._alone_since_s = None
-        living = [slot for slot in self.slots if not slot.is_lost] if has_suspects else []
+        living = [slot for slot in self.slots if not slot.is_lost] if has_suspects or runs else []
         if len(living) < 2 or self._is_alone(now_s):
             self._give_back()
             return False
@@ -163,7 +165,7 @@ class TrialEngine:
         if self.slot is None and len(usable) >= 2:
             self.slot = min(usable, key=lambda slot: slot.load.tokens_in_flight)
             self.slot.is_set_apart = True
-        return True
+        return has_suspects
 
     @property
     def number(self) -> int | None:
@@ -327,18 +329,23 @@ class Doubts:
     _seen: dict[int, tuple[int, int]] = field(default_factory=dict)
     _alike: dict[tuple[int | None, str], set[int]] = field(default_factory=dict)
     _awaited: set[int] | None = None
+    _num_ok_at: dict[int, int] = field(default_factory=dict)
 
-    def succeeded(self) -> None:
+    def succeeded(self, engine: int = 0) -> None:
         """A row has an answer: what failed before it was not the job's fault."""
         self.num_ok += 1
+        self._num_ok_at[engine] = self.num_ok
         self._num_rests = 0
         self._alike.clear()
         self._awaited = None
 
-    def judge(self, row: int, error: RowError, in_flight: Collection[int]) -> Verdict:
-        """A row failed; `in_flight` are the rows of the job that are."""
+    def judge(
+        self, row: int, error: RowError, in_flight: Collection[int], engine: int = 0
+    ) -> Verdict:
+        """A row failed; `in_flight` are the rows of the job that are. It is its own fault where the
+        engine has answered others since it failed last: another engine may be at fault."""
         num_times, num_ok_then = self._seen.get(row, (0, self.num_ok))
-        if num_ok_then < self.num_ok:
+        if num_ok_then < self._num_ok_at.get(engine, 0):
             return self._ended(row)
         self._seen[row] = num_times + 1, self.num_ok
         if self._are_alike(row, error) and not self._may_succeed(in_flight):

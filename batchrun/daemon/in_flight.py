@@ -247,8 +247,9 @@ class EngineSlot:
         return bool(self._sent_at_s)
 
     def release(self, assignment: Assignment[Any, Any]) -> None:
-        """The row is in the engine no longer."""
-        del self.in_flight[assignment.key]
+        """The row is in the engine no longer. Does nothing when it has left already."""
+        if self.in_flight.pop(assignment.key, None) is None:
+            return
         self._sent_at_s.pop(assignment.key, None)
         self._limits.pop(assignment.key, None)
         self.window.remove(assignment.tokens)

@@ -21,7 +21,7 @@ from batchrun.daemon.faults import CircuitBreaker, Doubts, Refusals, Trials
 from batchrun.daemon.prices import USUAL, RowTokens, output_token_s, planned_work
 from batchrun.estimator.answer_length import AnswerLengths
 from batchrun.hints import URGENT_LEAD, RowHint, SharedPrefixes
-from batchrun.jobs.expected_answers import EMBEDDINGS, output_limit
+from batchrun.jobs.expected_answers import EMBEDDINGS, num_choices, output_limit
 from batchrun.jobs.inputs.input_data import InputData
 from batchrun.jobs.inputs.spool import PlannedRows
 from batchrun.jobs.prompts.template import RequestTemplate, RowRenderError
@@ -165,9 +165,9 @@ class ActiveJob:
     def left_work_s(self) -> float:
         """What its rows without a result take, in seconds of a usual engine, with answers as long
         as they have turned out."""
-        prompts = np.array([self.mean_text_bytes / self.plan.tokens.bytes_per_token])
+        prompt_tokens = self.mean_text_bytes / self.plan.tokens.bytes_per_token
         more_tokens = self.answers.mean_tokens - self.costs.output_tokens
-        more_s = more_tokens * float(output_token_s(USUAL, prompts)[0])
+        more_s = more_tokens * output_token_s(USUAL, prompt_tokens)
         return max(0.0, self.queue.left_work_s + self.queue.num_unfinished * more_s)
 
     @property
@@ -270,7 +270,7 @@ class Hinter:
     def hint(
         self, job: ActiveJob, row: int, prefixes: SharedPrefixes, *, is_urgent: bool = False
     ) -> RowHint | None:
-        """What travels with a row that goes now; None where its endpoint has no place for it."""
+        """What goes with each choice of a row; None where its endpoint has no place for it."""
         if job.spec.endpoint not in HINTED_ENDPOINTS:
             return None
         rank = self._next_rank - (URGENT_LEAD if is_urgent else 0)
@@ -282,5 +282,5 @@ class Hinter:
             rank=rank,
             nodes=prefixes.node_hints(rank),
             key_node=prefixes.key_node,
-            output_tokens=job.answers.room_tokens,
+            output_tokens=-(-job.answers.room_tokens // num_choices(job.spec.request)),
         )

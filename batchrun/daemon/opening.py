@@ -182,12 +182,13 @@ def open_job(
         groups = group_rows(plan.order, nodes, plan.chains)
         counts = results.count(store, record.seq)
         done = np.asarray(results.done_rows(store, record.seq), dtype=np.int64)
+        accused = np.fromiter(results.engine_deaths(store, record.seq), dtype=np.int64)
         failing = spec.max_failed
         sent = plan.order.rows
         stored, done_in_order = (store, record), sent[np.isin(sent, done)]
         ratio = plan.tokens.bytes_per_token
         answers = open_answers(spec, data, ratio, stored, done_in_order, default_model)
-        output_tokens = round(answers.mean_tokens)
+        output_tokens = answers.planned_tokens
         limit = None if failing is None else failing.max_failed_rows(record.num_rows)
         resumed_s = _read_instant(store, RESUMED_PREFIX, record.id)
         num_failed = 0 if limit is None else results.count_failed(store, record.seq, resumed_s)
@@ -209,7 +210,7 @@ def open_job(
             queue=RowQueue(plan.order.rows, nodes, done, work_of_plan(plan, groups, output_tokens)),
             counts=counts,
             attempts=results.attempts_so_far(store, record.seq),
-            trials=Trials(dict.fromkeys(results.engine_deaths(store, record.seq), SOLO)),
+            trials=Trials(dict.fromkeys(accused[~np.isin(accused, done)].tolist(), SOLO)),
             group_of=groups,
             answers=answers,
             costs=estimate_costs(plan, output_tokens, done),
@@ -231,14 +232,17 @@ def take_up_job(
     progress: ProgressSink | None = None,
 ) -> ActiveJob:
     """Open a job as the files of its model let its prompts be read; a job that continues another
-    and has not started gets that one's answers first.
+    and has not started gets that one's answers first, as far as they are still there.
 
-    Blocking. Raises what `continue_job` and `open_job` raise.
+    Blocking. Raises what `continue_job` and `open_job` raise, but for removed results.
     """
     spec = JobSpec.model_validate_json(record.spec)
     if record.state is JobState.VALIDATING and spec.continue_from is not None:
-        num_rows = continue_job(store, record, links=links, progress=progress)
-        log.info("%s: %d rows taken over", record.id, num_rows)
+        try:
+            num_rows = continue_job(store, record, links=links, progress=progress)
+            log.info("%s: %d rows taken over", record.id, num_rows)
+        except StateError as error:
+            log.warning("%s: the rows not taken over run: %s", record.id, error)
     created_at = datetime.fromtimestamp(record.created_at).astimezone()
     with prompts_of(spec.model, created_at) as read:
         return open_job(

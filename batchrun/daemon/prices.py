@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -64,7 +64,10 @@ class RowTokens(NamedTuple):
     output: FloatArray
 
 
-def output_token_s(prices: Prices, prompt_tokens: FloatArray) -> FloatArray:
+TokensT = TypeVar("TokensT", float, FloatArray)
+
+
+def output_token_s(prices: Prices, prompt_tokens: TokensT) -> TokensT:
     """Seconds that a token of an answer to each prompt takes of an engine that is full."""
     return prices.base_s / FULL_BATCH + prompt_tokens * prices.context_token_s
 

@@ -339,10 +339,9 @@ class Supervisor:
             "timeouts": {f"{name}_s": value for name, value in timeouts.items()},
         }
         content = json.dumps(document).encode()
-        if content == self._upstreams:
-            return
-        write_atomically(self._home.upstreams, content, mode=0o600)
-        self._upstreams = content
+        if content != self._upstreams:
+            write_atomically(self._home.upstreams, content, mode=0o600)
+            self._upstreams = content
         for slot in self.slots:
             if not slot.is_set_apart:
                 slot.apart_since_s = None

@@ -105,6 +105,8 @@ class ManagedEngine:
     async def watch(self) -> None:
         """Keep `state` true and restart the engine when it dies, for ever."""
         while True:
+            if self.state is EnginePhase.FAILED:
+                await self._anew.wait()
             await self._restart(await self._watch_until_down())
 
     def begin_anew(self, settings: ManagedSettings) -> None:
@@ -270,7 +272,6 @@ class ManagedEngine:
                 reason = str(error)
         self.state = EnginePhase.FAILED
         self.stage = f"{self.num_failed_starts} starts failed in a row; the last: {reason}"
-        await self._anew.wait()
 
     def _next_pause_s(self) -> float:
         pause_s = self.settings.backoff_first_s * 2.0 ** min(self._num_restarts, 20)

@@ -32,7 +32,8 @@ NUM_BUCKETS = 24 * BUCKETS_PER_DOUBLING
 
 class AnswerLengths:
     """A histogram of answers by length, in tokens. Bounded by the rows in flight; an answer costs
-    a few microseconds. Keys tell rows in flight from one another."""
+    a few microseconds. Keys tell rows in flight from one another. `planned_tokens` is the mean as
+    it was first: with that the work of rows is planned."""
 
     __slots__ = (
         "_begins_with_guess",
@@ -45,12 +46,15 @@ class AnswerLengths:
         "_sum_tokens",
         "_total",
         "num_ended",
+        "planned_tokens",
     )
 
-    def __init__(self, prior: Sequence[int], ended: Sequence[int] = ()) -> None:
-        """Expect what `prior` says, some answers of other rows or one guess; `ended` are answers
-        of the same rows from before, the oldest first."""
-        self._begins_with_guess = len(prior) == 1
+    def __init__(
+        self, prior: Sequence[int], ended: Sequence[int] = (), *, is_guess: bool = False
+    ) -> None:
+        """Expect what `prior` says, some answers of other rows or one guess, or with
+        `is_guess` several; `ended` are answers of the same rows from before, the oldest first."""
+        self._begins_with_guess = is_guess or len(prior) == 1
         self._counts = [0.0] * NUM_BUCKETS
         self._total = self._sum_tokens = 0.0
         self._halvings = 0
@@ -64,6 +68,7 @@ class AnswerLengths:
         for num_tokens in ended:
             self._count(num_tokens)
             self.num_ended += 1
+        self.planned_tokens = round(self.mean_tokens)
 
     @property
     def mean_tokens(self) -> float:

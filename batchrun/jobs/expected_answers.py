@@ -6,7 +6,7 @@ What came back; before that a column of good answers, the newest job of the same
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -68,17 +68,27 @@ class OutputEstimate:
         return float(np.nanstd(self.tokens)) if (~np.isnan(self.tokens)).any() else None
 
 
+def num_choices(request: Mapping[str, object]) -> int:
+    """Answers of one row, `n` of them; one where its columns tell."""
+    number = request.get("n")
+    return max(1, number) if isinstance(number, int) else 1
+
+
 def output_limit(spec: JobSpec) -> int | None:
-    """The most output tokens of a row that the job file allows, where it says so."""
+    """The most output tokens of a row, in all its choices, that the job file allows, if it says."""
+    if isinstance(spec.request.get("n"), str):
+        return None
     limits = (spec.request.get(key) for key in LIMIT_KEYS)
-    return next((limit for limit in limits if isinstance(limit, int)), None)
+    limit = next((limit for limit in limits if isinstance(limit, int)), None)
+    return limit and limit * num_choices(spec.request)
 
 
 def first_guess(spec: JobSpec) -> int:
-    """What an answer is taken to have while nothing is known: 128 tokens, or a smaller limit."""
+    """What is expected while nothing is known: 128 tokens a choice, or a smaller limit."""
     if spec.endpoint == EMBEDDINGS:
         return 0
-    return min(output_limit(spec) or USUAL_OUTPUT_TOKENS, USUAL_OUTPUT_TOKENS)
+    usual = USUAL_OUTPUT_TOKENS * num_choices(spec.request)
+    return min(output_limit(spec) or usual, usual)
 
 
 def open_answers(
@@ -99,7 +109,7 @@ def open_answers(
     if record is not None:
         latest = done_in_order[-REMEMBERED_ANSWERS:].tolist()
         ended = result_records.answer_tokens(store, record.seq, latest)
-    return AnswerLengths(prior or [first_guess(spec)], ended)
+    return AnswerLengths(prior or [first_guess(spec)], ended, is_guess=column is not None)
 
 
 def estimate_outputs(
@@ -126,7 +136,7 @@ def estimate_outputs(
         mean, source = (0, "the endpoint") if guesses else (mean, source)
     elif earlier:
         mean, source = AnswerLengths(earlier).mean_tokens, of_job
-    elif guesses and (limit is None or limit > USUAL_OUTPUT_TOKENS):
+    elif guesses and limit != first_guess(spec):
         mean, source = first_guess(spec), "a guess, as nothing says how long they are"
     tokens = np.full(data.num_rows, np.nan if mean is None else float(mean))
     return OutputEstimate(tokens, None if mean is None else float(mean), source)
@@ -136,8 +146,8 @@ def _answers_in_data(
     spec: JobSpec, data: InputData, bytes_per_token: float, *, most_rows: int | None = None
 ) -> OutputEstimate | None:
     """What a column of good answers says, where the job keeps one: the tokens of its texts, and one
-    for the end of each; NaN where a text is empty. With `most_rows`, about the first rows only.
-    Raises DataError."""
+    for the end of each, times the choices; NaN where a text is empty. With `most_rows`, about the
+    first rows only. Raises DataError."""
     column = next((name for name in ANSWER_COLUMNS if name in spec.output.keep), None)
     if column is None or column not in data.columns:
         return None
@@ -153,7 +163,7 @@ def _answers_in_data(
     if not num_bytes.any():
         return None
     tokens = np.where(num_bytes > 0, num_bytes / bytes_per_token + 1, np.nan)
-    tokens = np.minimum(tokens, output_limit(spec) or np.inf)
+    tokens = np.minimum(tokens * num_choices(spec.request), output_limit(spec) or np.inf)
     return OutputEstimate(tokens, float(np.nanmean(tokens)), f"the column {column!r}")
 
 
@@ -166,25 +176,29 @@ def _returned(spec: JobSpec, stored: Stored, default: DefaultModel) -> OutputEst
     if not counts.num_completed:
         return None
     tokens = np.full(record.num_rows, np.nan)
+    source = f"the {counts.num_completed:,} rows that are done"
+    if record.results_removed_at is not None:
+        return OutputEstimate(tokens, counts.num_output_tokens / counts.num_completed, source)
     for result in result_records.read(store, record.seq, limit=MAX_RESULTS):
         if result.error is None:
             tokens[result.row] = result.usage.num_output_tokens
-    mean = counts.num_output_tokens / counts.num_completed
+    mean = result_records.mean_answer_tokens(store, record.seq)
     if counts.num_done < record.num_rows:
         prior = _of_same_model(spec, stored, default)[0] or [first_guess(spec)]
         seen = tokens[tokens > 0].astype(int).tolist()
         mean = AnswerLengths(prior, seen[-REMEMBERED_ANSWERS:]).mean_tokens
-    return OutputEstimate(tokens, mean, f"the {counts.num_completed:,} rows that are done")
+    return OutputEstimate(tokens, mean, source)
 
 
 def _of_same_model(
     spec: JobSpec, stored: Stored, default_model: DefaultModel
 ) -> tuple[Sequence[int], str]:
-    """Answers of the newest other job that asked the same model at the same endpoint, cut at this
-    one's limit, and whose they are; none where there is no such job. Their mean alone, which is a
-    guess, where neither names its model and it is not known whether it is the same."""
+    """Answers of the newest other job that asked the same model at the same endpoint, for as many
+    choices as this one has and cut at its limit, and whose they are; none where there is no such
+    job. Their mean alone, which is a guess, where neither names its model and it is not known
+    whether it is the same."""
     store, record = stored
-    limit = output_limit(spec)
+    num, limit = num_choices(spec.request), output_limit(spec) or result_records.MAX_TOKENS
     guess: tuple[Sequence[int], str] = [], ""
     for other in job_records.list_newest(store, MAX_JOBS):
         asked = json.loads(other.spec)
@@ -194,7 +208,8 @@ def _of_same_model(
         tokens = result_records.latest_answer_tokens(store, other.seq, REMEMBERED_ANSWERS)
         if not tokens:
             continue
-        tokens = [min(each, limit or each) for each in tokens]
+        num_before = num_choices(asked["request"])
+        tokens = [min(-(-each * num // num_before), limit) for each in tokens]
         is_named = spec.model != DEFAULT_MODEL or spec.is_openai_batch
         answered = None if is_named else result_records.answering_model(store, other.seq)
         if is_named or (answered is not None and answered == default_model.name):

@@ -187,6 +187,10 @@ class JobFile(_Strict):
     on_done: OnDoneKey = None
 
 
+ASIDE = ("start", "row_timeout", "on_done")
+"""Keys of a job file that make no other job."""
+
+
 class JobSpec(JobFile):
     """A job as the daemon keeps it: all paths absolute, the format of the input known.
 
@@ -218,8 +222,7 @@ class JobSpec(JobFile):
 
         The order within fields of the request does not count here; see `told_fields`.
         """
-        aside = {"source", "continue_from", "row_timeout", "on_done", "start"}
-        values = self.model_dump(mode="json", exclude=aside)
+        values = self.model_dump(mode="json", exclude={"source", "continue_from", *ASIDE})
         canonical = json.dumps(values, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
         return hashlib.sha256(canonical.encode("utf-8", "surrogatepass")).hexdigest()
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from batchrun.jobs.expected_answers import OutputEstimate, output_limit
+from batchrun.jobs.expected_answers import OutputEstimate, num_choices, output_limit
 from batchrun.jobs.inputs.input_data import InputData
 from batchrun.jobs.prompts.image_tokens import show_images
 from batchrun.jobs.prompts.template import RequestTemplate
@@ -261,7 +261,7 @@ class JobStudy:
         if kv.tokens is None:
             return None, 0
         tree, tokens = self.tree, self.counted.tokens
-        own = tokens.leaves + outputs.filled[tree.rows]
+        own = tokens.leaves + outputs.filled[tree.rows] / num_choices(self.spec.request)
         walk = RowWalk(tree.innermost[order], own[order], tree.nodes.parents, tokens.nodes)
         found = expected_hits(walk, kv.tokens, drops_used=drops_used)
         fits = ~np.isnan(found)

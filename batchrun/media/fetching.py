@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import AsyncExitStack
+from threading import Thread
 from typing import Any
 
 import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
-from aiohttp.resolver import ThreadedResolver
 from yarl import URL
 
 from batchrun.keys import FairDoor
@@ -37,25 +39,44 @@ MAX_URLS = 64
 MAX_REQUEST_BYTES = 64 << 20
 """What all images that are fetched for one request have together."""
 MAX_AT_ONCE = 16
+"""Fetches from one host, and rows of one owner that wait for their images."""
 _CHUNK_BYTES = 64 << 10
 _LATER_STATUSES = frozenset({408, 425, 429})
+_NUMERIC = socket.NI_NUMERICHOST | socket.NI_NUMERICSERV
 
 
 class ImageUnreachableError(ImageError):
     """The host of an image does not answer, or not now: another time it may."""
 
 
+class ImageTurnError(ImageUnreachableError):
+    """Others' images from the same host took all turns."""
+
+    http_status = 503
+
+
 class _CheckedResolver(AbstractResolver):
-    """Looks names up as the system does, and lets none lead to an address that is not allowed."""
+    """Looks names up as the system does, and lets none lead to an address that is not allowed.
+
+    That may hang: a name is looked up once at a time, in a thread that nothing else waits for.
+    """
 
     def __init__(self, is_allowed: Callable[[str, int], bool]) -> None:
         self._is_allowed = is_allowed
-        self._system = ThreadedResolver()
+        self._asked: dict[tuple[str, int, int], Future[list[ResolveResult]]] = {}
 
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
     ) -> list[ResolveResult]:
-        found = await self._system.resolve(host, port, family)
+        key = (host, port, family)
+        answer = self._asked.get(key)
+        if answer is None or answer.done():
+            answer = Future()
+            # It goes on for others where one who waits leaves.
+            answer.set_running_or_notify_cancel()
+            Thread(target=_look_up, args=(answer, *key), daemon=True).start()
+            self._asked[key] = answer
+        found = await asyncio.wrap_future(answer)
         for each in found:
             if not self._is_allowed(each["host"].partition("%")[0], port):
                 message = f"images may not come from {host!r}: it leads to a private address"
@@ -63,7 +84,29 @@ class _CheckedResolver(AbstractResolver):
         return found
 
     async def close(self) -> None:
-        await self._system.close()
+        """Nothing stays open."""
+
+
+def _look_up(answer: Future[list[ResolveResult]], host: str, port: int, family: int) -> None:
+    try:
+        found = socket.getaddrinfo(
+            host, port, family, socket.SOCK_STREAM, flags=socket.AI_ADDRCONFIG
+        )
+        places = [
+            ResolveResult(
+                hostname=host,
+                host=socket.getnameinfo(address, _NUMERIC)[0],
+                port=port,
+                family=kind,
+                proto=proto,
+                flags=socket.AI_NUMERICHOST | socket.AI_NUMERICSERV,
+            )
+            for kind, _, proto, _, address in found
+        ]
+    except Exception as error:  # noqa: BLE001 - those who wait are told
+        answer.set_exception(error)
+    else:
+        answer.set_result(places)
 
 
 class _Room:
@@ -100,14 +143,20 @@ class ImageFetcher:
     def __init__(self, hosts: ImageHosts | None = None) -> None:
         self.hosts = hosts or ImageHosts()
         self._session: aiohttp.ClientSession | None = None
-        self._turns = FairDoor(MAX_AT_ONCE)
+        self._doors = defaultdict[object, FairDoor](lambda: FairDoor(MAX_AT_ONCE))
 
     async def filled(
-        self, body: dict[str, Any], owner: str = "", *, on_bytes: Callable[[int], None] = _nobody
+        self,
+        body: dict[str, Any],
+        owner: str = "",
+        *,
+        on_bytes: Callable[[int], None] = _nobody,
+        turn_s: float | None = None,
     ) -> dict[str, Any]:
         """The body with every image in it, under no name of the sender's; itself where it was so.
-        Owners, API keys by id, take turns. `on_bytes` is told how many bytes of images come, and
-        may refuse them by what it raises.
+        Owners, API keys by id, take turns at each host; no image waits for its turn for longer than
+        `turn_s`. `on_bytes` is told how many bytes of images come, and may refuse them by what it
+        raises.
 
         Raises ImageError for an image that may not be had or is none, and ImageUnreachableError
         where it may be had another time.
@@ -122,7 +171,7 @@ class ImageFetcher:
             raise ImageError(f"a request may name {MAX_URLS} images on the web (got {len(urls)})")
         places = [self.hosts.check(url) for url in urls]
         room = _Room(on_bytes)
-        tasks = [asyncio.ensure_future(self._fetch(place, room, owner)) for place in places]
+        tasks = [asyncio.create_task(self._fetch(each, room, owner, turn_s)) for each in places]
         try:
             images = dict(zip(urls, await asyncio.gather(*tasks), strict=True))
         finally:
@@ -136,11 +185,21 @@ class ImageFetcher:
         if session is not None:
             await session.close()
 
-    async def _fetch(self, place: URL, room: _Room, owner: str) -> str:
+    async def _fetch(self, place: URL, room: _Room, owner: str, turn_s: float | None) -> str:
         shown = str(place)[:SHOWN_CHARS]
+        async with AsyncExitStack() as turn:
+            try:
+                async with asyncio.timeout(turn_s):
+                    door = self._doors[place.host, place.port]
+                    await turn.enter_async_context(door.passed(owner))
+            except TimeoutError:
+                message = f"the image at {shown} waited for others of its host for {turn_s:g} s"
+                raise ImageTurnError(f"{message}; try again") from None
+            return await self._fetch_now(place, room, shown)
+
+    async def _fetch_now(self, place: URL, room: _Room, shown: str) -> str:
         try:
             async with (
-                self._turns.passed(owner),
                 asyncio.timeout(FETCH_TIMEOUT_S),
                 self._open().get(place, allow_redirects=False) as response,
             ):
@@ -157,7 +216,7 @@ class ImageFetcher:
         if self._session is None:
             resolver = _CheckedResolver(lambda address, port: self.hosts.allows(address, port))
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(resolver=resolver, use_dns_cache=False),
+                connector=aiohttp.TCPConnector(limit=0, resolver=resolver, use_dns_cache=False),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 headers={"Accept": "image/*", "Accept-Encoding": "identity"},

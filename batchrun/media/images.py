@@ -10,6 +10,7 @@ import base64
 import binascii
 import io
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,8 +61,10 @@ def read_image(raw: bytes) -> Image:
             width, height = image.size
             # A picture in several parts, as some cameras write it, begins with a JPEG.
             kind = "JPEG" if image.format == "MPO" else str(image.format)
-            # For the EXIF tags of a PNG the library would unpack it whole.
-            is_lying = kind == "JPEG" and image.getexif().get(_ORIENTATION) in _LYING
+            is_lying = False
+            # For the EXIF tags of a PNG the library would unpack it whole; broken ones are ignored.
+            with suppress(Exception):
+                is_lying = kind == "JPEG" and image.getexif().get(_ORIENTATION) in _LYING
     except (pillow.DecompressionBombError, pillow.DecompressionBombWarning):
         raise ImageError(too_large) from None
     except Exception:  # noqa: BLE001 - what a broken file makes its decoder raise is without bound

@@ -9,9 +9,9 @@ second of all engines together.
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -28,13 +28,14 @@ LEAST_LEFT_S = 1.0
 
 class JobWork(NamedTuple):
     """What a job has left; `doubt` is how far `tokens` may be off, as a share. One that waits takes
-    part in no fair share now."""
+    part in no fair share now. `num`: it stands for as many of its owner and weight."""
 
     weight: float
     tokens: float
     doubt: float
     owner: Owner = OPERATOR
     is_waiting: bool = False
+    num: int = 1
 
 
 class Kept(NamedTuple):
@@ -45,17 +46,29 @@ class Kept(NamedTuple):
     tokens: float
 
 
-def tokens_before(kept: Sequence[Kept], tokens: float, left_s: float, rate: float) -> float:
-    """How much of the kept work goes before a job with `tokens`, due in `left_s`.
+@dataclass(slots=True)
+class _KeptWork:
+    """Deadlines to keep at a rate, by time, and the work up to each."""
 
-    That with an earlier deadline, and what would be late if the job went first.
-    """
-    total = before = 0.0
-    for other in kept:
-        total += other.tokens
-        if other.left_s <= left_s or total + tokens > rate * other.left_s:
-            before = total
-    return before
+    rate: float
+    kept: list[Kept] = field(default_factory=list)
+    totals: list[float] = field(default_factory=list)
+
+    def add(self, entry: Kept) -> None:
+        place = bisect_right(self.kept, entry)
+        self.kept.insert(place, entry)
+        before = self.totals[place - 1] if place else 0.0
+        tokens = (each.tokens for each in self.kept[place:])
+        self.totals[place:] = [*accumulate(tokens, initial=before)][1:]
+
+    def tokens_before(self, tokens: float, left_s: float) -> float:
+        """How much of it goes before a job with `tokens`, due in `left_s`: that with an earlier
+        deadline, and what would be late if the job went first."""
+        first = bisect_right(self.kept, left_s, key=lambda each: each.left_s)
+        for place in range(len(self.kept) - 1, first - 1, -1):
+            if self.totals[place] + tokens > self.rate * self.kept[place].left_s:
+                return self.totals[place]
+        return self.totals[first - 1] if first else 0.0
 
 
 def fair_finishes_s(works: Mapping[str, JobWork], capacity: float) -> dict[str, float]:
@@ -104,9 +117,9 @@ def fair_parts(works: Mapping[str, JobWork]) -> dict[str, float]:
     """The part of the capacity that each job has by fair share while all of these run."""
     weights = defaultdict[Owner, float](float)
     for work in works.values():
-        weights[work.owner] += work.weight
+        weights[work.owner] += work.num * work.weight
     parts = {owner: part / weights[owner] for owner, part in owner_shares(works).items()}
-    return {job_id: parts[work.owner] * work.weight for job_id, work in works.items()}
+    return {i: parts[work.owner] * work.num * work.weight for i, work in works.items()}
 
 
 def claimed_parts(works: Mapping[str, JobWork], claims: Mapping[str, float]) -> dict[str, float]:
@@ -143,23 +156,59 @@ def tokens_ahead(works: Mapping[str, JobWork], claims: Mapping[str, float]) -> d
 
     `claims` are shares of the capacity that some have at least; the rest is shared by weight.
     """
-    ahead = dict.fromkeys(works, 0.0)
+    ahead, total = dict[str, float](), 0.0
     left = {job_id: max(work.tokens, 0.0) for job_id, work in works.items()}
-    running, total = dict(works), 0.0
-    while claims.keys() & running.keys():
-        shares = claimed_parts(running, claims)
-        first = min(left, key=lambda job_id: left[job_id] / shares[job_id])
-        passed = left[first] / shares[first]
-        total += passed
-        ahead[first] = total
-        left = {i: tokens - shares[i] * passed for i, tokens in left.items() if i != first}
-        del running[first]
+    while claims.keys() & left.keys():
+        for passed, ended in _first_ends({i: works[i] for i in left}, claims, left):
+            total += passed
+            ahead[ended] = total
     unclaimed = {
         job_id: works[job_id]._replace(tokens=max(tokens, 0.0), doubt=0.0)
         for job_id, tokens in left.items()
     }
     finishes = fair_finishes_s(unclaimed, capacity=1.0)
     return ahead | {job_id: total + finishes[job_id] for job_id in unclaimed}
+
+
+def _first_ends(
+    works: Mapping[str, JobWork], claims: Mapping[str, float], left: dict[str, float]
+) -> Iterator[tuple[float, str]]:
+    """The next jobs to end, each after so many tokens of all; they leave `left`. It stops where
+    other jobs are alike, or no claim is left."""
+    groups = _alike(works, claims)
+    for ids in groups.values():
+        ids.sort(key=left.__getitem__, reverse=True)
+    running = {i: works[i]._replace(num=len(ids)) for i, ids in groups.items()}
+    claimed = {i: sum(claims.get(job_id, 0.0) for job_id in ids) for i, ids in groups.items()}
+    most = {i: max(claims.get(job_id, 0.0) for job_id in ids) for i, ids in groups.items()}
+    claimers, got, ended = claims.keys() & works.keys(), dict.fromkeys(groups, 0.0), ""
+    while claimers:
+        parts = {i: part / running[i].num for i, part in claimed_parts(running, claimed).items()}
+        if ended and any(most[i] >= parts[i] for i, ids in groups.items() if len(ids) > 1):
+            break
+        passed, first = min(((left[ids[-1]] - got[i]) / parts[i], i) for i, ids in groups.items())
+        got = {i: got[i] + part * passed for i, part in parts.items()}
+        ended = groups[first].pop()
+        claimers.discard(ended)
+        claimed[first] = max(claimed[first] - claims.get(ended, 0.0), 0.0)
+        running[first] = running[first]._replace(num=len(groups[first]))
+        if not groups[first]:
+            del groups[first], running[first]
+        del left[ended]
+        yield passed, ended
+    left.update((job_id, left[job_id] - got[i]) for i, ids in groups.items() for job_id in ids)
+
+
+def _alike(works: Mapping[str, JobWork], claims: Mapping[str, float]) -> dict[str, list[str]]:
+    """Jobs of one owner and weight whose claims, if any, are below their fair parts, by the first
+    of them; each of the others alone."""
+    parts, firsts = claimed_parts(works, claims), dict[tuple[Owner, float], str]()
+    groups: dict[str, list[str]] = {}
+    for job_id, work in works.items():
+        is_alone = claims.get(job_id, 0.0) >= parts[job_id]
+        first = job_id if is_alone else firsts.setdefault((work.owner, work.weight), job_id)
+        groups.setdefault(first, []).append(job_id)
+    return groups
 
 
 def needed_shares(
@@ -315,7 +364,8 @@ class Deadlines:
 
     def _keep(self, now_s: float, capacity: float, works: Mapping[str, JobWork]) -> list[Kept]:
         """The deadlines that fit beside each other, by time; what is said of the rest."""
-        kept: list[Kept] = []
+        rate, owned = MOST_SHARE * capacity, dict[Owner, _KeptWork]()
+        whole = _KeptWork(rate)
         sharing = {job_id: work for job_id, work in works.items() if not work.is_waiting}
         shares = owner_shares(sharing)
         for job_id, deadline in [each for each in self._deadlines.items() if each[0] in works]:
@@ -323,18 +373,16 @@ class Deadlines:
             if deadline.reserve_s is None:
                 deadline.reserve_s = self.margins.reserve * left_s
             work = works[job_id]
-            rate = MOST_SHARE * capacity
-            least = work.tokens * (1 - work.doubt)
-            room = rate * left_s - tokens_before(kept, least, left_s, rate)
+            least, parts = work.tokens * (1 - work.doubt), [whole]
             if work.owner.is_bounded:
-                own = [each for each in kept if works[each.job_id].owner == work.owner]
-                if work.owner not in shares:
-                    shares[work.owner] = owner_shares(sharing | {job_id: work})[work.owner]
-                own_rate = rate * shares[work.owner]
-                own_room = own_rate * left_s - tokens_before(own, least, left_s, own_rate)
-                room = min(room, own_room)
+                if work.owner not in owned:
+                    if work.owner not in shares:
+                        shares[work.owner] = owner_shares(sharing | {job_id: work})[work.owner]
+                    owned[work.owner] = _KeptWork(rate * shares[work.owner])
+                parts.append(owned[work.owner])
+            room = min(each.rate * left_s - each.tokens_before(least, left_s) for each in parts)
             is_kept = deadline.answer(least / max(room, 1.0), now_s)
-            before = tokens_before(kept, work.tokens, left_s, rate)
+            before = whole.tokens_before(work.tokens, left_s)
             deadline.outlook = Outlook(
                 job_id,
                 is_kept=is_kept,
@@ -344,8 +392,9 @@ class Deadlines:
             )
             self._announce(deadline, deadline.outlook)
             if is_kept:
-                insort(kept, Kept(left_s, job_id, work.tokens))
-        return kept
+                for each in parts:
+                    each.add(Kept(left_s, job_id, work.tokens))
+        return whole.kept
 
     def _announce(self, deadline: Deadline, outlook: Outlook) -> None:
         last = deadline.announced

@@ -222,25 +222,29 @@ HALF_LIFE_S = 120.0
 """Longer than a burst of online calls, shorter than their tide."""
 LEAST_SEEN_S = 15.0
 """No forecast from less than this."""
-MOST_EARLY_S = 30.0
-"""How long to wait for the first rows of a full window, which say nothing of the rate."""
+WAIT_S, WAIT_SHARE = 30.0, 1.25
+"""How long to wait for the first rows of a full window, which say nothing of the rate: so long and,
+where all began together, so many times as long as half of them took."""
 
 
 @dataclass(slots=True)
 class CapacityForecast:
     """The offline capacity of all engines together, in computed tokens per second.
 
-    A mean over the recent past in which a second counts for half after `HALF_LIFE_S`. It is a mean
-    and not a median because a job lives through the bursts of online load too. Only time in which
-    the engines had all the work that they take is counted: an engine that is idle says nothing of
-    what it could do, nor does one that has just been filled.
+    A mean over the recent past in which a second counts for half after `HALF_LIFE_S`, or as long as
+    the first rows took. It is a mean and not a median because a job lives through the bursts of
+    online load too. Only time in which the engines had all the work that they take is counted: an
+    engine that is idle says nothing of what it could do, nor does one that has just been filled.
     """
 
     completions: Completions = field(default_factory=Completions)
     _at: float = 0.0
-    _early_until_s: float = 0.0
+    _full_since_s: float = 0.0
+    _early_s: float = WAIT_S
     _is_saturated: bool = False
+    _is_new: bool = True
     _num_early_rows: int = 0
+    _num_half: int = 0
     _new_tokens: int = 0
     _tokens: float = 0.0
     _seen_s: float = 0.0
@@ -266,14 +270,20 @@ class CapacityForecast:
         """
         elapsed_s, self._at = now_s - self._at, now_s
         if self._is_saturated and not self._num_early_rows:
-            decay = 0.5 ** (elapsed_s / HALF_LIFE_S)
+            self._is_new = False
+            decay = 0.5 ** (elapsed_s / max(HALF_LIFE_S, self._early_s))
             self._tokens = self._tokens * decay + self._new_tokens
             self._seen_s = self._seen_s * decay + elapsed_s
             self.completions.add(elapsed_s, self._new_tokens)
         self._new_tokens = 0
+        self._is_new |= not num_in_flight
         if is_saturated and not self._is_saturated:
-            self._num_early_rows = num_in_flight
-            self._early_until_s = now_s + MOST_EARLY_S
-        elif not is_saturated or now_s >= self._early_until_s:
+            self._full_since_s, self._num_early_rows = now_s, num_in_flight
+            if self._is_new:
+                self._early_s, self._num_half = WAIT_S, num_in_flight // 2
+        full_s = now_s - self._full_since_s
+        if self._is_new and self._num_early_rows > self._num_half:
+            self._early_s = max(WAIT_S, WAIT_SHARE * full_s)
+        if not is_saturated or full_s >= (self._early_s if self._is_new else WAIT_S):
             self._num_early_rows = 0
         self._is_saturated = is_saturated

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -48,7 +48,7 @@ class RowQueue:
     Every row is in exactly one place: pending, delayed, in flight, or done. Engines ask by their
     numbers: `loads` has all that rows may go to. One gets the rows of the group that it is at work
     on, in planned order, then it pulls another group (see `GroupParts`). A row that comes back
-    goes first, to the engine that has its group.
+    goes first, to the engine that has its group or one that is named.
     `num_in_flight` rows are handed out and neither done nor given back. Memory: 35 bytes a row.
     """
 
@@ -72,7 +72,8 @@ class RowQueue:
         self._key_nodes: list[int] = key_nodes(nodes).tolist()
         self._parts = GroupParts(self._states, *(work or PlannedWork.unknown(len(rows))))
         self._first: dict[int, list[int]] = {}
-        self._delayed: list[tuple[float, int]] = []
+        self._delayed: list[tuple[float, int, int | None]] = []
+        self._failed_at: dict[int, set[int]] = {}
         self.num_in_flight = 0
         self._in_flight_s = 0.0
         self._num_done = int(np.count_nonzero(self._state == _DONE))
@@ -134,6 +135,10 @@ class RowQueue:
         """Rows of a prefix node that have no result yet."""
         return self._num_left[node]
 
+    def engines_failed(self, row: int) -> Collection[int]:
+        """Where a row that came back has failed."""
+        return self._failed_at.get(int(self._position[row]), ())
+
     def has_ready(self, now_s: float) -> bool:
         """Whether a row may go at `now_s`, to whichever engine."""
         self._wake(now_s)
@@ -188,20 +193,32 @@ class RowQueue:
         self._hand_out(position)
         return True
 
-    def give_back(self, row: int, *, ready_at_s: float = 0.0) -> None:
-        """Put an in-flight row back; it is handed out again no sooner than `ready_at_s`."""
+    def give_back(
+        self,
+        row: int,
+        *,
+        ready_at_s: float = 0.0,
+        failed_at: int | None = None,
+        engine: int | None = None,
+    ) -> None:
+        """Put an in-flight row back; it is handed out again no sooner than `ready_at_s`, to this
+        `engine` or, without one, to that of its group. One where it failed takes it from no
+        other."""
         position = int(self._position[row])
+        if failed_at is not None:
+            self._failed_at.setdefault(position, set()).add(failed_at)
         assert self._states[position] == _IN_FLIGHT
         self._states[position] = _QUEUED
         self._leave_flight(position)
         self._parts.left_s += self._parts.work_s(position)
-        heapq.heappush(self._delayed, (ready_at_s, position))
+        heapq.heappush(self._delayed, (ready_at_s, position, engine))
         for node in self._path(position):
             self._num_to_come[node] += 1
 
     def finish(self, row: int) -> None:
         """An in-flight row has its result committed: it never runs again."""
         position = int(self._position[row])
+        self._failed_at.pop(position, None)
         assert self._states[position] == _IN_FLIGHT
         self._states[position] = _DONE
         self._leave_flight(position)
@@ -225,7 +242,7 @@ class RowQueue:
         assert np.count_nonzero(state == _DONE) == self._num_done
         assert np.count_nonzero(state == _IN_FLIGHT) == self.num_in_flight
         waiting = [position for first in self._first.values() for position in first]
-        waiting += [position for _, position in self._delayed]
+        waiting += [position for _, position, _ in self._delayed]
         assert len(set(waiting)) == len(waiting)
         assert sorted(waiting) == np.flatnonzero(state == _QUEUED).tolist()
         assert self._num_left == self._count_by_node(state != _DONE)
@@ -260,8 +277,8 @@ class RowQueue:
 
     def _wake(self, now_s: float) -> None:
         while self._delayed and self._delayed[0][0] <= now_s:
-            position = heapq.heappop(self._delayed)[1]
-            owner = self._parts.owner_at(position)
+            _, position, engine = heapq.heappop(self._delayed)
+            owner = self._parts.owner_at(position) if engine is None else engine
             heapq.heappush(self._first.setdefault(owner, []), position)
 
     def _lose(self, loads: Mapping[int, EngineWork]) -> None:
@@ -286,9 +303,11 @@ class RowQueue:
         group = self._parts.group_at(firsts[owner][0])
         moved_s = self._parts.worth_moving_s(group, ends_s[owner], loads[owner], loads[engine])
         if moved_s and row_s > 0:
-            first = sorted(firsts[owner])  # A heap, too.
+            first = sorted(firsts[owner])
             start = max(1, len(first) - int(moved_s / row_s))
-            self._first[owner], self._first[engine] = first[:start], first[start:]
+            last = [each for each in first[start:] if engine not in self._failed_at.get(each, ())]
+            # Heaps, as they are sorted.
+            self._first[owner], self._first[engine] = sorted({*first} - {*last}), last
 
     def _known(self, engine: int) -> int | None:
         """The next row for an engine without pulling a group: one that came back, or goes on."""

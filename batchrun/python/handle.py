@@ -12,14 +12,7 @@ import polars as pl
 
 from batchrun.control.client import DaemonClient
 from batchrun.control.following import check_end, is_over, watch
-from batchrun.control.submitting import (
-    find_same,
-    go_on,
-    hand_over,
-    prepare,
-    stored_job,
-    view_jobs,
-)
+from batchrun.control.submitting import find_or_add, go_on, prepare, stored_job, view_jobs
 from batchrun.errors import DaemonUnavailableError, StateError
 from batchrun.files import is_url
 from batchrun.home import Home
@@ -70,15 +63,16 @@ class Job:
     def results(self) -> pl.LazyFrame:
         """Its output file, unread: `.head()`, `.filter(...)` and `.collect()` read what they need.
 
-        Raises StateError while it is not written.
+        Raises StateError while it is not written, and once a later job's is in its place.
         """
-        with stored_job(self.id, self.home) as (_, record):
+        with stored_job(self.id, self.home) as (store, record):
             spec = JobSpec.model_validate_json(record.spec)
-        place, why = record.output_path, record.reason or "see `wait`"
-        if not record.has_output:
-            raise StateError(f"{self.id} is {record.state}: its output is not written: {why}")
-        if not is_url(place) and not Path(place).exists():
-            raise StateError(f"{self.id} is {record.state}: {place} is not there any more")
+            place, why = record.output_path, record.reason or "see `wait`"
+            if not record.has_output:
+                raise StateError(f"{self.id} is {record.state}: its output is not written: {why}")
+            if not is_url(place) and not Path(place).exists():
+                raise StateError(f"{self.id} is {record.state}: {place} is not there any more")
+            results.refuse_replaced(store, record)
         files = files_of(place, spec.output.rows_per_file)
         if PurePath(place).suffix == ".parquet":
             return pl.scan_parquet(files, glob=False)
@@ -127,7 +121,4 @@ def submit(
     """
     place = home_of(home)
     job = prepare(Path(file), place, continue_from, is_shown=progress)
-    same = find_same(job, place)
-    if same is not None and not same.record.state.is_terminal:
-        return Job(same.record.id, place)
-    return Job(hand_over(job, place)[0], place)
+    return Job(find_or_add(job, place, is_shown=progress)[0], place)

@@ -40,6 +40,8 @@ Errors = Literal["column", "raise"]
 ERRORS: tuple[Errors, ...] = ("column", "raise")
 LATE_COMMIT_S = 60.0
 """A clock of the store may be so late, and a result so long on its way; the end shows all."""
+RESTS_PER_LOOK = 10
+"""A look goes through all rows that are done: of many it takes long, and comes seldom."""
 F = TypeVar("F")
 
 
@@ -110,13 +112,16 @@ async def stream(
     async with _entered(deployment(model, place, progress=False)) as client:
         job_id = await asyncio.to_thread(asked.begin, client)
         is_seen = np.zeros(len(given), dtype=np.bool_)
-        seen_at_s, looks = 0.0, views(client, job_id)
+        seen_at_s, rests_until_s, looks = 0.0, 0.0, views(client, job_id)
         while (view := await asyncio.to_thread(next, looks, None)) is not None:
+            last, began_s = view, time.monotonic()
+            if began_s < rests_until_s and not is_over(view):
+                continue
             since_s = 0.0 if is_over(view) else seen_at_s - LATE_COMMIT_S
-            seen_at_s, last = time.time(), view
-            for number, answer in await asyncio.to_thread(
-                _new_answers, asked, job_id, is_seen, since_s
-            ):
+            seen_at_s = time.time()
+            new = await asyncio.to_thread(_new_answers, asked, job_id, is_seen, since_s)
+            rests_until_s = began_s + (time.monotonic() - began_s) * RESTS_PER_LOOK
+            for number, answer in new:
                 yield given[number] | _checked(number, answer, errors)
         check_whole(last)
 

@@ -64,10 +64,11 @@ def _are_stuck(
 
 def _decode_most(draft: Draft, requests: Sequence[RequestView], limit_s: float) -> int:
     """Let as many of the first requests decode as fit; returns how many. O(log) predictions."""
-    num, size = 0, len(requests)
+    num, size = 0, 1 << (len(requests) - 1).bit_length()
     while size and num < len(requests):
-        if draft.decode_rows(requests[num : num + size], limit_s):
-            num += size
+        part = requests[num : num + size]
+        if draft.decode_rows(part, limit_s):
+            num += len(part)
         size //= 2
     return num
 

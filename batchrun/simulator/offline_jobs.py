@@ -17,7 +17,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from batchrun.jobs.expected_answers import first_guess
+from batchrun.jobs.expected_answers import (
+    OutputEstimate,
+    estimate_outputs,
+    first_guess,
+    num_choices,
+)
 from batchrun.jobs.inputs.input_data import check_columns, open_input
 from batchrun.jobs.job_file import load_job_file
 from batchrun.jobs.pin import fetched_input
@@ -98,7 +103,8 @@ class OfflineJob:
     Lengths are those that the engine sees; the daemon charges `expected_output_tokens` for every
     answer. Rows ask for as many tokens as they get, or with `context_tokens` for no number: the
     limit is then what the prompt leaves of that context. `submit_s` and `deadline_s` are seconds
-    from the simulation's start; infinity: no deadline. `is_estimated`: no tokenizer was at hand.
+    from the simulation's start; infinity: no deadline. `is_estimated`: no tokenizer was at hand;
+    `answers_source`: where the lengths of answers are from.
     """
 
     name: str
@@ -113,6 +119,7 @@ class OfflineJob:
     deadline_s: float = math.inf
     context_tokens: int | None = None
     is_estimated: bool = False
+    answers_source: str = ""
 
     @property
     def num_rows(self) -> int:
@@ -221,12 +228,13 @@ def job_of_file(
     model_folder: Path | None = None,
     draw_output_tokens: Callable[[int], IntArray] | None = None,
     name: str | None = None,
+    estimate: Callable[..., OutputEstimate] = estimate_outputs,
 ) -> OfflineJob:
     """The job of a job file: planned, ordered and estimated as the daemon does.
 
-    Answers have the length that the daemon expects, or the drawn ones (called with the number of
-    rows). Rows that cannot be rendered end with an error in the daemon and are left out. Raises
-    JobSpecError or DataError.
+    Answers have the length of the `estimate` (asked as `estimate_outputs` is), which the daemon
+    expects, or the drawn ones (called with the number of rows). Rows that cannot be rendered end
+    with an error in the daemon and are left out. Raises JobSpecError or DataError.
     """
     spec = load_job_file(path, cwd=Path.cwd())
     fetched = fetched_input(spec.input, Path(tempfile.gettempdir()), None)
@@ -235,8 +243,9 @@ def job_of_file(
         check_columns(spec, data)
         with read_prompts(model_folder, now=datetime.fromtimestamp(0, UTC)) as prompts:
             plan = plan_job(spec, data, template, prompts=prompts)
+        expected = estimate(spec, data, plan.tokens.bytes_per_token, guesses=True)
     drawn = None if draw_output_tokens is None else draw_output_tokens(plan.num_rows)
-    job = job_of_plan(spec, plan, terms, num_output_tokens=drawn)
+    job = job_of_plan(spec, plan, terms, expected, num_output_tokens=drawn)
     return replace(job, name=name or job.name)
 
 
@@ -244,17 +253,21 @@ def job_of_plan(
     spec: JobSpec,
     plan: JobPlan,
     terms: JobTerms,
+    expected: OutputEstimate | None = None,
     *,
     num_output_tokens: IntArray | None = None,
-    expected_output_tokens: int | None = None,
 ) -> OfflineJob:
-    """The job of a plan. The daemon expects what it does of a job of which it knows nothing, or so
-    many tokens; answers have that length, or the given one of each row, and one token where there
-    are none. Rows that cannot be rendered are left out."""
-    guess = first_guess(spec) if expected_output_tokens is None else expected_output_tokens
+    """The job of a plan. The daemon expects the mean of the estimate, or what it does of a job of
+    which it knows nothing; answers are as long as estimated, or as given for each row, and one
+    token where there are none. Of several choices one is simulated, and rows that cannot be
+    rendered are left out."""
+    num = num_choices(spec.request)
+    guess = round((first_guess(spec) if expected is None else expected.mean or 0) / num)
     bytes_per_token = plan.tokens.bytes_per_token
-    expected = np.full(plan.num_rows, guess)
-    outputs = np.maximum(1, expected if num_output_tokens is None else num_output_tokens)
+    tokens: ArrayLike = np.full(plan.num_rows, guess) if expected is None else expected.filled / num
+    tokens = tokens if num_output_tokens is None else num_output_tokens
+    outputs = np.maximum(1, np.rint(tokens)).astype(np.int64)
+    one = f"; one of {num} choices is simulated" if num > 1 else ""
     faulty = np.fromiter(plan.errors, np.int64, len(plan.errors))
     deadline_s = terms.deadline_s
     if deadline_s == math.inf and spec.deadline_s is not None:
@@ -271,6 +284,7 @@ def job_of_plan(
         terms.submit_s,
         deadline_s,
         is_estimated=not plan.tokens.counted[1],
+        answers_source="" if expected is None else expected.source + one,
     )
 
 

@@ -20,6 +20,7 @@ from batchrun.errors import StateError
 from batchrun.failpoints import failpoint
 from batchrun.store.database import Store, insert_new, upsert
 from batchrun.store.jobs import (
+    BATCH_PREFIX,
     CUT_PREFIX,
     ENDED,
     LEAVING,
@@ -29,6 +30,7 @@ from batchrun.store.jobs import (
     count_results,
     kept_counts,
     read_setting,
+    record_of,
 )
 from batchrun.store.schema import SAME_ROW, attempts, bodies, jobs, results, suspects
 from batchrun.types import Outcome, OutcomeKind, RowError, Usage
@@ -139,6 +141,15 @@ def latest_answer_tokens(store: Store, job_seq: int, most: int) -> list[int]:
     with store.read() as connection:
         found = connection.execute(query.order_by(results.c.row.desc()).limit(most))
         return list(found.scalars())[::-1]
+
+
+def mean_answer_tokens(store: Store, job_seq: int) -> float | None:
+    """Mean output tokens of a job's answers; None where there is none."""
+    is_answer = (results.c.job_seq == job_seq) & (results.c.ok == 1)
+    query = select(func.avg(results.c.num_output_tokens)).where(is_answer)
+    with store.read() as connection:
+        mean = connection.execute(query).scalar_one()
+    return None if mean is None else float(mean)
 
 
 def read(
@@ -274,6 +285,20 @@ def refuse_removed(store: Store, job_seq: int) -> None:
     if found is not None and found.results_removed_at is not None:
         day = datetime.fromtimestamp(found.results_removed_at, UTC).date()
         raise StateError(f"{found.id}: its results were removed on {day} by `batchrun gc`")
+
+
+def refuse_replaced(store: Store, record: JobRecord) -> None:
+    """Raises StateError when a job that ended later has its output in the place of this one's."""
+    is_later = jobs.c.finished_at > (record.finished_at or 0.0)
+    query = select(jobs).where(is_later, ~jobs.c.id.startswith(BATCH_PREFIX, autoescape=True))
+    with store.read() as connection:
+        later = map(record_of, connection.execute(query.order_by(jobs.c.finished_at.desc())))
+        for other in later:
+            if other.has_output and other.output_path == record.output_path:
+                raise StateError(
+                    f"{record.output_path} is where {other.id} wrote its output later; "
+                    f"`batchrun results {record.id} -o OTHER` writes this job's again"
+                )
 
 
 def _stored(entry: Row[Any], decompressor: zstandard.ZstdDecompressor) -> StoredResult:

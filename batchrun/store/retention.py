@@ -6,6 +6,7 @@ longer be read, and what is left of a removal that a kill broke off is found aga
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from sqlalchemy import delete, exists, func, or_, select, update
 
 from batchrun.errors import StateError, StoreError, StoreFullError
 from batchrun.store.database import Store
-from batchrun.store.jobs import ENDED, JobRecord, record_of
+from batchrun.store.jobs import ENDED, OPEN, JobRecord, record_of
 from batchrun.store.schema import attempts, bodies, jobs, results, suspects
 from batchrun.store.sqlite import open_cursor, read_pragma, run_to_end
 
@@ -25,8 +26,8 @@ ROW_TABLES = (bodies, results, attempts, suspects)
 
 
 def find_removable(store: Store, *, ended_before_s: float) -> list[JobRecord]:
-    """Jobs that ended before this instant and still have their results, and jobs whose removal was
-    broken off; oldest first."""
+    """Jobs that ended before this instant and still have their results, unless one that has not
+    started continues them, and jobs whose removal was broken off; oldest first."""
     is_old = (
         jobs.c.state.in_(ENDED)
         & (jobs.c.finished_at < ended_before_s)
@@ -35,8 +36,12 @@ def find_removable(store: Store, *, ended_before_s: float) -> list[JobRecord]:
     has_rows = or_(*(exists().where(table.c.job_seq == jobs.c.seq) for table in ROW_TABLES))
     is_broken_off = jobs.c.results_removed_at.is_not(None) & has_rows
     query = select(jobs).where(is_old | is_broken_off).order_by(jobs.c.seq)
+    waits = jobs.c.state.in_(OPEN) & jobs.c.started_at.is_(None)
     with store.read() as connection:
-        return [record_of(row) for row in connection.execute(query)]
+        specs = connection.execute(select(jobs.c.spec).where(waits)).scalars()
+        promised = {json.loads(spec).get("continue_from") for spec in specs}
+        found = map(record_of, connection.execute(query))
+        return [each for each in found if each.results_removed_at or each.id not in promised]
 
 
 def body_bytes(store: Store, job_seq: int) -> int:

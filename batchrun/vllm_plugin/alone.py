@@ -139,11 +139,17 @@ class CallCosts:
         self.tpot: deque[Latency] = deque(maxlen=MAX_CALLS)
         self.learnt = OnlineSlo()
         self._summed = CostTelemetry()
-        self._summed_at_s = -math.inf
+        self._summed_at_s = self._paused_at_s = -math.inf
 
     def arrived(self, view: RequestView) -> None:
-        """An online call has come in."""
-        self._calls[view.request_id] = _Call(self.clock.first_at_s(view.arrival_at_s))
+        """An online call has come in; one from before the end of a pause tells nothing."""
+        if view.arrival_at_s >= self._paused_at_s:
+            self._calls[view.request_id] = _Call(self.clock.first_at_s(view.arrival_at_s))
+
+    def paused(self, now_s: float) -> None:
+        """vLLM pauses or goes on: latencies of calls that have come by now tell nothing."""
+        self._calls.clear()
+        self._paused_at_s = now_s
 
     def scheduled(
         self,

@@ -128,6 +128,12 @@ def refusal(problem: str) -> EngineError:
     )
 
 
+def cuts_no_image(config: VllmConfig) -> bool:
+    """Whether the tokens of an image must come in one step, as where they see each other."""
+    is_whole = config.scheduler_config.disable_chunked_mm_input
+    return is_whole and config.model_config.supports_multimodal_inputs
+
+
 def awaits_stale_output(request: Request) -> bool:
     """Whether output of before a preemption is still to come: vLLM admits no such request."""
     return bool(request.num_stale_output_tokens and not request.drop_stale_output)

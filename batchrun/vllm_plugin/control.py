@@ -78,18 +78,26 @@ class Control:
 
     `started` is what the engine was started with: the most that its token budget may be, and what
     holds where orders leave something open. `least_tokens` is the smallest budget: a token for
-    each request that may run, as vLLM asks. `refusal` is why this engine cannot be planned, if it
-    cannot; then `bs` with offline work on is all that it accepts. `calls` records online calls
-    while orders ask for it.
+    each request that may run, as vLLM asks. Where it `cuts_no_image` the budget stays: as vLLM
+    started, the largest image fits. `refusal` is why this engine cannot be planned, if it cannot;
+    then `bs` with offline work on is all that it accepts. `calls` records online calls while orders
+    ask for it.
     """
 
     def __init__(
-        self, started: InForce, least_tokens: int, nonce: str, refusal: str | None = None
+        self,
+        started: InForce,
+        least_tokens: int,
+        nonce: str,
+        refusal: str | None = None,
+        *,
+        cuts_no_image: bool = False,
     ) -> None:
         self._started = started
         self._least_tokens = min(least_tokens, started.token_budget)
         self._nonce = nonce
         self._refusal = refusal
+        self._cuts_no_image = cuts_no_image
         self._newest, self._newest_at_s = (-1, -1), -math.inf
         # The newest orders alone count, so an engine that sleeps long may lose older ones.
         self._inbox: deque[tuple[InForce, Orders]] = deque(maxlen=MAX_WAITING)
@@ -136,6 +144,11 @@ class Control:
             known_name(wanted.online_queue, QUEUES)
         except ValueError as error:
             return f"online_queue {error}"
+        if self._cuts_no_image and wanted.token_budget != self._started.token_budget:
+            return (
+                f"the token budget stays {self._started.token_budget} here, not "
+                f"{wanted.token_budget}: each image must fit into a step whole"
+            )
         if not self._least_tokens <= wanted.token_budget <= self._started.token_budget:
             return (
                 f"the token budget can be {self._least_tokens} to {self._started.token_budget} "
@@ -284,7 +297,9 @@ class DaemonLink:
         self._labels: dict[str, bytes] = {}
         self._report_at_s = self._keep_at_s = float("-inf")
         self._pause = 0
-        self.control = Control(started, max_running, state.nonce, refusal)
+        self.control = Control(
+            started, max_running, state.nonce, refusal, cuts_no_image=state.cuts_no_image
+        )
         self.meter = Meter()
 
     def open(self) -> None:
@@ -332,8 +347,9 @@ class DaemonLink:
 
     def paused(self, pause: int) -> None:
         """vLLM gives steps to fewer requests from now on, or to all again."""
-        self._pause = pause
-        self._report(self._state.clock())
+        self._pause, now_s = pause, self._state.clock()
+        self.meter.costs.paused(now_s)
+        self._report(now_s)
 
     def note(self, output: SchedulerOutput, predicted_s: float, now_s: float) -> None:
         """A step was scheduled: count it, and report if it is time or nothing is left to do."""
@@ -356,6 +372,7 @@ class DaemonLink:
     def telemetry(self, now_s: float) -> Telemetry:
         """How things stand. O(requests)."""
         state, in_force = self._state, self.control.in_force
+        is_planned = in_force.planned_as[0] != "bs"
         state.follow_wall()
         known = Telemetry(
             start_id=self.meter.start_id,
@@ -369,7 +386,7 @@ class DaemonLink:
             cost=self.meter.costs.telemetry(now_s, state.settings.cost_in_force),
             kv=KvTelemetry(
                 reserve_blocks=state.estimates.reserve_blocks(0),
-                forecast_blocks=state.estimates.forecast.forecast_blocks,
+                forecast_blocks=state.estimates.forecast.forecast_blocks if is_planned else None,
             ),
             margin=MarginTelemetry(
                 state.margin.now.first_share * state.slo.ttft_s,

@@ -107,6 +107,7 @@ class ColocatedScheduler(AsyncScheduler):
         """Let vLLM's own order rule again, in its own queue. The tiers stay. Between two steps."""
         self.step_policy = None
         self.plan = NO_PLAN
+        self.daemon_link.meter.num_left_out = 0
         self.need_mamba_block_aligned_split = self._is_mamba
         self._set_order(is_planned=False)
         waiting = sorted(self.waiting, key=attrgetter("arrival_time"))
@@ -416,7 +417,7 @@ class ColocatedScheduler(AsyncScheduler):
                 # It may be waiting: a preempted request still gets the tokens that were in flight.
                 view.num_tokens = view.handle.num_tokens
                 if view.request_class is RequestClass.ONLINE:
-                    meter.token(view, now_s)
+                    meter.tokens(view, now_s, len(output.new_token_ids))
                     self.state.got_token(view, now_s, is_last=output.finished)
                 if view.first_token_at_s is None:
                     view.first_token_at_s = now_s

@@ -39,7 +39,7 @@ from batchrun.hints import (
 from batchrun.scheduling.online_queue import ONLINE_MEMORY_S
 from batchrun.scheduling.view import BY_ARRIVAL, UNKNOWN_TOKENS, RequestView
 from batchrun.types import USUAL_OUTPUT_TOKENS, RequestClass
-from batchrun.vllm_plugin.compat import block_law
+from batchrun.vllm_plugin.compat import block_law, cuts_no_image
 from batchrun.vllm_plugin.estimates import Estimates, StepClock, engine_facts, read_models
 from batchrun.vllm_plugin.kv_cache import KvTiers
 from batchrun.vllm_plugin.settings import OnlineSlo, PluginSettings
@@ -173,6 +173,7 @@ class EngineState:
         self.law = block_law(manager, block_tokens)
         self.watermark_blocks = int(getattr(manager, "watermark_blocks", 0))
         self.max_loras = config.lora_config.max_loras if config.lora_config else 0
+        self.cuts_no_image = cuts_no_image(config)
         self.clock: Callable[[], float] = time.monotonic
         self.wall: Callable[[], float] | None = time.time
         self.wall_offset_s = time.time() - time.monotonic()

@@ -182,7 +182,7 @@ class Meter:
         return num_tokens > online_tokens
 
     def ended(self, now_s: float) -> None:
-        """The oldest step's output has come; `token` is called for what is in it."""
+        """The oldest step's output has come; `tokens` is called for what is in it."""
         self.costs.clock.ended(now_s)
         if self._shares:
             self._latency = self._shares.popleft()
@@ -197,21 +197,25 @@ class Meter:
         if num_tokens >= step.largest_tokens:
             step.largest_tokens, step.largest_s = num_tokens, measured_s
 
-    def token(self, view: RequestView, now_s: float) -> None:
-        """An online request got its next token; `first_token_at_s` is not set by the first yet."""
-        slack_s = due_at_s(view, view.handle.num_output_tokens - 1) - now_s
+    def tokens(self, view: RequestView, now_s: float, num_new: int) -> None:
+        """An online request got its next tokens, more than one where some were speculated;
+        `first_token_at_s` is not set by the first yet."""
+        first = view.handle.num_output_tokens - num_new
+        slack_s = due_at_s(view, first) - now_s
         if slack_s < self._least_slack_s:
             self._least_slack_s = slack_s
         is_late = slack_s < 0
         slo, latency = self._slo, self._latency
-        slo.num_tokens += 1
-        slo.num_late_tokens += is_late
-        if view.first_token_at_s is None:
+        slo.num_tokens += num_new
+        if is_late:
+            slo.num_late_tokens += sum([due_at_s(view, first + i) < now_s for i in range(num_new)])
+        is_first = view.first_token_at_s is None
+        latency.num_gaps += num_new - is_first
+        if is_first:
             latency.num_first_tokens += 1
             latency.ttft_s += now_s - view.arrival_at_s
             slo.num_late_first_tokens += is_late
         else:
-            latency.num_gaps += 1
             latency.gaps_s += now_s - self._last_token_at_s.get(view.request_id, now_s)
         self._last_token_at_s[view.request_id] = now_s
         self.costs.token(view, now_s, is_last=view.request_id in self.ending)
@@ -256,7 +260,7 @@ def fill_in(
             own.num_waiting += 1
             wait_s = now_s - max(view.arrival_at_s, view.preempted_at_s)
             own.longest_wait_s = max(own.longest_wait_s, wait_s)
-        if own is online:
+        if own is online and request.status is not streaming:
             slack_s = due_at_s(view, request.num_output_tokens) - now_s
             awaited_slack_s = min(awaited_slack_s, slack_s)
             num_overdue += slack_s < 0 and view.first_token_at_s is None

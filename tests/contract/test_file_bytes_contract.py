@@ -99,6 +99,18 @@ def test_bytes_that_are_removed_are_gone(place: FileBytes, bucket: ObjectStore) 
     assert left_in(place, bucket) == []
 
 
+def test_what_is_no_files_id_is_not_removed(place: FileBytes, bucket: ObjectStore) -> None:
+    theirs = [place.spool / "notes", place.spool.parent / "notes"]
+    for path in theirs:
+        path.write_bytes(b"theirs")
+    bucket.write(f"{place.spool.parent.name}/notes", b"theirs")
+    for text in ("notes", "../notes", str(theirs[1])):
+        place.mark(text)
+        place.remove(text)
+
+    assert theirs[1].exists() and left_in(place, bucket) == ["notes", "notes"]
+
+
 def test_an_empty_file_is_a_file(place: FileBytes) -> None:
     file_id = kept(place, b"")
     place.settle(file_id)

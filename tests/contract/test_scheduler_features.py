@@ -138,6 +138,7 @@ def test_a_turn_alone_counts_from_its_own_begin() -> None:
         now_s += 0.01
         step(scheduler)
     now_s = 600.0
+    assert (scheduler.daemon_link.telemetry(now_s).slo.slack_s or 0.0) >= 0.0
     turn = make_request("session", 10, max_tokens=2, resumable=True)
     turn.arrival_time = now_s
     scheduler.add_request(turn)

@@ -17,7 +17,7 @@ from batchrun.daemon.engine_link import EngineLink, Steering
 from batchrun.engine.sockets import EngineSockets
 from batchrun.errors import StateError
 from batchrun.vllm_plugin.control import Control, EngineChannel, InForce
-from batchrun.wire import FeltCalls, Orders, Telemetry, encode
+from batchrun.wire import MAX_JOBS, FeltCalls, Orders, Telemetry, encode
 
 NONCE = "secret"
 STARTED = InForce("echo", 512)
@@ -144,6 +144,25 @@ async def test_a_job_that_ends_is_forgotten_at_once(path: Path, engine: Engine) 
         await until(lambda: _gather(engine, seen) and seen[-1].forget)
 
     assert (seen[-1].renew, seen[-1].forget) == (("job-a",), ("job-b",))
+
+
+async def test_orders_of_many_jobs_are_heard_and_say_of_each_that_it_ended(
+    path: Path, engine: Engine
+) -> None:
+    ids = [f"batch_{number:032x}" for number in range(2 * MAX_JOBS)]
+    jobs, ended = ids[:MAX_JOBS], ids[MAX_JOBS:]
+    steering, link = steering_of(path, jobs)
+    for job_id in ended:
+        steering.forget(job_id)
+    async with running(steering):
+        engine.channel.publish(telemetry())
+        await until(lambda: link.telemetry)
+        for _ in range(3):
+            await steering.order_all()
+    orders = engine.taken()
+
+    assert {each.renew for each in orders} == {tuple(jobs)}
+    assert {job_id for each in orders for job_id in each.forget} == set(ended)
 
 
 async def test_an_engine_that_starts_again_is_told_everything(path: Path) -> None:

@@ -227,6 +227,25 @@ async def test_an_engine_that_is_killed_at_its_first_start_is_started_once_more(
     await engine.stop()
 
 
+async def test_an_engine_whose_first_start_fails_stays_failed_until_it_begins_anew(
+    tmp_path: Path,
+) -> None:
+    settings = fake_settings(tmp_path)
+    engine = ManagedEngine(with_program(settings, "raise ValueError('torn')"))
+    with pytest.raises(EngineError, match="torn"):
+        await engine.start()
+    told = engine.state, engine.stage
+    watch = asyncio.create_task(engine.watch())
+    await asyncio.wait([watch], timeout=1.0)
+    assert (engine.state, engine.stage) == told
+
+    engine.begin_anew(settings)
+    await wait_for(lambda: engine.state is EnginePhase.READY)
+    watch.cancel()
+    await asyncio.wait([watch])
+    await engine.stop()
+
+
 async def test_a_row_that_killed_the_engine_is_lost_and_may_be_tried_again(tmp_path: Path) -> None:
     rule: dict[str, object] = {"match": {"row": 3}, "action": {"die": True}, "times": 1}
     settings = fake_settings(tmp_path, script_option(tmp_path, rule))

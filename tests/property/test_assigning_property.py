@@ -122,9 +122,9 @@ class AssignMachine(RuleBasedStateMachine):
             told.active = None
 
     @precondition(lambda self: self.in_flight)
-    @rule(pick=st.integers(0, 99), delay_s=st.sampled_from([0.0, 0.5, 4.0]))
-    def fail(self, pick: int, delay_s: float) -> None:
-        self.come_back(self.in_flight[pick % len(self.in_flight)], delay_s)
+    @rule(pick=st.integers(0, 99), delay_s=st.sampled_from([0.0, 0.5, 4.0]), moves=st.booleans())
+    def fail(self, pick: int, delay_s: float, *, moves: bool) -> None:
+        self.come_back(self.in_flight[pick % len(self.in_flight)], delay_s, moves=moves)
 
     @rule(pick=st.integers(0, 2))
     def engine_dies(self, pick: int) -> None:
@@ -185,11 +185,11 @@ class AssignMachine(RuleBasedStateMachine):
     def name(self, pick: int) -> str:
         return f"job-{pick % max(len(self.jobs), 1)}"
 
-    def come_back(self, assignment: SentRow, delay_s: float) -> None:
+    def come_back(self, assignment: SentRow, delay_s: float, *, moves: bool = False) -> None:
         self.in_flight.remove(assignment)
         assignment.slot.release(assignment)
         ready_at_s = self.now_s + delay_s
-        self.assigner.give_back(assignment, ready_at_s=ready_at_s)
+        self.assigner.give_back(assignment, ready_at_s=ready_at_s, moves=moves)
 
 
 def test_no_row_is_lost_doubled_or_left_behind() -> None:

@@ -168,7 +168,7 @@ def test_no_job_is_ever_more_than_a_quantum_and_a_row_ahead(
             assert ahead_tokens < TURN_TOKENS + 1e-6
 
 
-works = st.builds(JobWork, weights, st.floats(1, 1e6), st.just(0.0), owners)
+works = st.builds(JobWork, weights, st.floats(1, 1e6), st.just(0.0), owners, num=st.just(1))
 
 
 @given(st.dictionaries(job_ids, works, min_size=1))

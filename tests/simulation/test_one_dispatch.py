@@ -34,7 +34,7 @@ HOUR_S = 3_600
 ROWS_PER_S = 1
 WINDOW = (24, 200_000)
 NUM_OUTPUT_TOKENS = 40
-DIGEST = "895663e862dc9fe2"
+DIGEST = "5526a3494fc1d9fd"
 """Of every assignment of the hour: instant, job, row, engine, and whether it is urgent."""
 Row = Assignment[Any, Any]
 

@@ -316,6 +316,7 @@ def test_the_command_ends_in_a_paragraph_and_has_json(
     assert [(job["is_deadline_kept"], job["num_rows"]) for job in found["jobs"]] == [(True, 20)]
     assert len(found["windows"]) == 2
     assert "asked are estimated at four bytes a token. asked runs without 1 row too long" in out
+    assert "The answers of asked have 7 tokens a row, from the limit in the job file. The" in out
     (tmp_path / "batchrun.yaml").write_text(f"model: {tiny_model}\n")
     counted = json.loads(cli("plan", *arguments, *more, "--json")[1])
     assert "estimated" not in counted["paragraph"]

@@ -292,6 +292,19 @@ def test_a_request_that_fits_no_engine_is_named() -> None:
         simulate(SimulationPlan(1.0, calls(), [docs()], engine=engine))
 
 
+def test_answers_of_a_job_file_are_as_long_as_the_good_ones_that_it_keeps(tmp_path: Path) -> None:
+    lines = "".join(f'{{"q": "{row}", "answer": "{"x" * 799}"}}\n' for row in range(3))
+    (tmp_path / "in.jsonl").write_text(lines)
+    (tmp_path / "job.yaml").write_text(
+        "name: asked\nendpoint: /v1/completions\ninput: {path: in.jsonl, prompt: '{{q}}'}\n"
+        "output: {path: out.jsonl, keep: [answer]}\n"
+    )
+    job = job_of_file(tmp_path / "job.yaml", JobTerms())
+
+    assert (job.expected_output_tokens, job.answers_source) == (201, "the column 'answer'")
+    assert job.num_output_tokens.tolist() == [201] * 3
+
+
 def test_a_job_file_is_read_ordered_and_estimated_as_the_daemon_does(tmp_path: Path) -> None:
     texts = [f"{'abcd' * 600}{d}{'wxyz' * 200} question {q}" for q in range(5) for d in range(4)]
     lines = "".join(f'{{"q": "{text}"}}\n' for text in texts)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
+from echo_views import NOW_S, call
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from batchrun.cache.free_queue import TieredFreeQueue
@@ -21,6 +23,7 @@ from batchrun.simulator.virtual.engine import (
 )
 from batchrun.simulator.virtual.setup import NONCE, A100Law, EngineShape
 from batchrun.vllm_plugin.scheduler import ColocatedScheduler
+from batchrun.vllm_plugin.telemetry import Meter
 from batchrun.wire import Answer, Orders, Telemetry, encode, read_message
 from benchmarks.row_feeds import RowSource, callers
 from benchmarks.scenarios import Order, Scenario, a100_8b, draw_calls, draw_job
@@ -113,6 +116,20 @@ def test_a_switch_keeps_all_that_waits() -> None:
         rig.scheduler.obey()
         assert sorted(request.request_id for request in rig.scheduler.waiting) == before
         assert len(before) > 5
+
+
+def test_what_plans_said_is_told_no_more_under_vllms_own_order() -> None:
+    rig = Rig("echo", online_s=0.0)
+    rig.run_until(1.0)
+    rig.scheduler.daemon_link.meter.num_left_out = 3
+    rig.scheduler.state.estimates.forecast.sample(1_000.0, 5)
+    before = rig.telemetry()
+    rig.order(policy="bs")
+    rig.run_until(2.0)
+    after = rig.telemetry()
+
+    assert before.slo.num_left_out == 3 and before.kv.forecast_blocks is not None
+    assert (after.slo.num_left_out, after.kv.forecast_blocks) == (0, None)
 
 
 @pytest.mark.parametrize("policy", ["bs", "bs+e", "echo"])
@@ -270,6 +287,20 @@ def test_what_is_counted_is_what_the_clients_saw() -> None:
     assert end.shared.gaps_s + end.alone.gaps_s == pytest.approx(gaps_s)
     late = [record for record in online if record.token_times_s[0] > record.arrival_at_s + 1.0]
     assert end.slo.num_late_first_tokens == len(late)
+
+
+def test_tokens_that_come_in_one_step_count_each() -> None:
+    meter, request = Meter(), SimpleNamespace(num_output_tokens=1)
+    answered = call(handle=request)
+    meter.tokens(answered, NOW_S + 0.5, 1)
+    answered.first_token_at_s, request.num_output_tokens = NOW_S + 0.5, 5
+    meter.tokens(answered, NOW_S + 1.12, 4)
+
+    slo, latency = meter.slo(math.inf, 0), meter.alone
+    assert (slo.num_tokens, slo.num_late_tokens, slo.num_late_first_tokens) == (5, 2, 0)
+    assert slo.slack_s == pytest.approx(-0.07)
+    assert (latency.num_first_tokens, latency.num_gaps) == (1, 4)
+    assert latency.gaps_s == pytest.approx(0.62)
 
 
 def test_step_times_are_summed_beside_their_predictions() -> None:

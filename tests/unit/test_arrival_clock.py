@@ -6,6 +6,7 @@ import math
 
 import pytest
 import scheduler_rig as rig
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import Request
 
 from batchrun.vllm_plugin.scheduler import ColocatedScheduler
@@ -92,6 +93,23 @@ def hear_of_calls(scheduler: ColocatedScheduler, clocks: Clocks, after_s: float)
     clocks.ours_s += after_s
     clocks.wall_s += after_s
     return scheduler.view_builder.view((), 0, 64, 8).were_calls_lately
+
+
+def test_calls_that_a_pause_fell_into_tell_nothing_of_latencies() -> None:
+    clocks = Clocks()
+    scheduler = clocks.engine()
+    scheduler.add_request(clocks.call("paused", age_s=0.0))
+    scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    clocks.ours_s += 600.0
+    clocks.wall_s += 600.0
+    scheduler.set_pause_state(PauseState.UNPAUSED)
+    scheduler.add_request(clocks.call("on its way", age_s=1.0))
+    scheduler.add_request(clocks.call("new", age_s=0.0))
+    rig.run(scheduler)
+
+    costs = scheduler.daemon_link.meter.costs
+    assert [latency.seconds for latency in costs.ttft] == [0.0]
+    assert len(costs.tpot) == 1
 
 
 def test_on_a_clock_of_its_own_arrivals_stand_as_they_are() -> None:

@@ -11,6 +11,7 @@ from batchrun.daemon.dispatch import Assigner, pools_of
 from batchrun.daemon.dispatcher import SentRow
 from batchrun.daemon.engine_link import Slot
 from batchrun.daemon.job import ActiveJob
+from batchrun.daemon.prices import USUAL, output_token_s
 from batchrun.engine.command import AttachedSettings
 from batchrun.engine.engine import AttachedEngine
 from batchrun.pool.fair_share import NO_POOL
@@ -40,22 +41,24 @@ def fill(assigner: Rows, now_s: float) -> list[SentRow]:
     return assigned
 
 
-def end(assigner: Rows, assignment: SentRow) -> None:
-    """The row is done, at the cost that was expected."""
+def end(assigner: Rows, assignment: SentRow, output_tokens: int = 128) -> None:
+    """The row is done, mostly at the cost that was expected."""
     job, row = assignment.job, assignment.row
     assignment.slot.release(assignment)
-    assigner.settle(assignment, Usage(ROW_TOKENS - 128, 128, 0))
+    assigner.settle(assignment, Usage(ROW_TOKENS - 128, output_tokens, 0))
     job.queue.finish(row)
 
 
-def run(assigner: Rows, seconds: float, rows_per_s: int, now_s: float = 0.0) -> list[str]:
+def run(
+    assigner: Rows, seconds: float, rows_per_s: int, now_s: float = 0.0, output_tokens: int = 128
+) -> list[str]:
     """The engine ends so many rows a second, the oldest first; the jobs of these rows."""
     in_flight: list[SentRow] = []
     ended: list[str] = []
     for number in range(round(seconds * rows_per_s)):
         in_flight += fill(assigner, now_s + number / rows_per_s)
         first = in_flight.pop(0)
-        end(assigner, first)
+        end(assigner, first, output_tokens)
         ended.append(first.job.record.id)
     for assignment in in_flight:
         assignment.slot.release(assignment)
@@ -77,6 +80,25 @@ def test_rows_of_equal_cost_end_by_weight(assigner: Rows) -> None:
 
     quantum_rows = 32_768 // ROW_TOKENS
     assert ended.count("light") == pytest.approx(1_500, abs=quantum_rows)
+
+
+def test_a_speed_is_seen_by_answers_as_long_as_they_turn_out(assigner: Rows) -> None:
+    assigner.join(make_tree_job("long", letters(400)), deadline_at=None)
+    row_s = 4_000 * output_token_s(USUAL, ROW_TOKENS - 128.0)
+
+    run(assigner, seconds=75, rows_per_s=round(1 / row_s), output_tokens=4_000)
+
+    assert assigner.slots[0].load.speed == pytest.approx(1.0, abs=0.05)
+
+
+def test_rows_that_fail_at_once_make_no_engine_fast(assigner: Rows) -> None:
+    assigner.join(make_tree_job("job", letters(400)), deadline_at=None)
+    for assignment in fill(assigner, 0.0):
+        assignment.slot.release(assignment)
+        assigner.settle(assignment, Usage(), is_ok=False)
+        assignment.job.queue.finish(assignment.row)
+
+    assert assigner.slots[0].load.speed == 1.0
 
 
 def test_a_job_that_is_due_soon_gets_into_a_full_window(assigner: Rows) -> None:

@@ -17,10 +17,11 @@ from batchrun.jobs.results.file_bytes import (
     check_contents,
     recover_files,
     remove_expired,
+    remove_input,
 )
 from batchrun.jobs.spec import InputSpec
-from batchrun.store import files
-from batchrun.store.batches import BatchRecord, NewBatch, ResultFiles
+from batchrun.store import batches, files
+from batchrun.store.batches import BatchError, BatchRecord, NewBatch, ResultFiles
 from batchrun.store.database import Store, open_store
 from batchrun.store.files import NewFile
 from batchrun.store.results import StoredResult
@@ -30,9 +31,11 @@ MISSING = RowError("batch_expired", "too late")
 IDS = ["a", 'quote " and \n', "\u2028 \U0001f600", "x" * 512]
 
 
-def make_batch(store: Store, expires_after_s: int | None = None) -> BatchRecord:
+def make_batch(
+    store: Store, expires_after_s: int | None = None, file_id: str = "file-1"
+) -> BatchRecord:
     job = new_batch_job(Path("/srv"), "/v1/chat/completions", deadline_s=60, weight=1)
-    asked = NewBatch("file-1", "/v1/chat/completions", "24h", None, expires_after_s, "r")
+    asked = NewBatch(file_id, "/v1/chat/completions", "24h", None, expires_after_s, "r")
     return add_batch(store, asked, job, now_s=1.0)
 
 
@@ -135,6 +138,22 @@ def test_a_reply_of_several_lines_becomes_one(tmp_path: Path) -> None:
     assert [body["id"] for body in bodies] == ["\u2028\u2029\x85"] * 4
     assert (found.error, found.num_reasoning_tokens) == (None, 28)
     assert found.output is not None and found.output.expires_after_s == 3600
+
+
+@pytest.mark.parametrize(
+    "text", ["{}/notes", "../notes", "data/requests.jsonl", "x" * 252, f"file-{'x' * 251}"]
+)
+def test_a_batch_that_names_no_file_ends_and_removes_nothing(tmp_path: Path, text: str) -> None:
+    (tmp_path / "files").mkdir()
+    (tmp_path / "notes").write_bytes(b"theirs")
+    store = open_store(tmp_path / "store.db")
+    batch = make_batch(store, file_id=text.format(tmp_path))
+    batches.fail(store, batch.job.id, [BatchError("invalid_request", "none")], now_s=2.0)
+
+    remove_input(store, FileBytes(tmp_path / "files"), batch.job.id)
+
+    assert (tmp_path / "notes").exists() and list((tmp_path / "files").iterdir()) == []
+    store.close()
 
 
 def test_bytes_that_changed_are_found_and_half_written_ones_go(tmp_path: Path) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from job_builders import make_tree_job
 
@@ -15,6 +16,7 @@ from batchrun.daemon.daemon import Daemon
 from batchrun.daemon.dispatch import Assigner, bring_together
 from batchrun.daemon.engine_link import Slot, choose_default
 from batchrun.daemon.fleets import Fleets
+from batchrun.daemon.in_flight import Assignment
 from batchrun.daemon.job import ActiveJob
 from batchrun.daemon.prices import speed_of
 from batchrun.engine.command import AttachedSettings
@@ -24,7 +26,7 @@ from batchrun.pool.row_queue import BOUND_S, RowLoad, Window
 from batchrun.routing.engine_book import Prices
 from batchrun.server.api.rolling import Rolling
 from batchrun.store.database import Store
-from batchrun.types import EnginePhase
+from batchrun.types import EnginePhase, Usage
 
 LETTERS = "abcdefghijkl"
 
@@ -156,6 +158,51 @@ def test_rows_go_to_engines_of_their_model() -> None:
     for tick in range(200, 400):
         assigner.assign(tick / 10)
     assert "three" in {key[0] for slot in slots for key in slot.in_flight}
+
+
+def test_a_row_that_failed_goes_to_another_engine_of_its_model() -> None:
+    slots = [slot_of("a", "small"), slot_of("b", "large"), slot_of("c", "small")]
+    for slot in slots:
+        slot.default_model = "small"
+    assigner: Assigner[ActiveJob, Slot] = Assigner(slots)
+    job = make_job()
+    assigner.join(job, deadline_at=None)
+    failed = assigner.assign(0.0)[0][0]
+    failed.slot.release(failed)
+    assigner.give_back(failed, moves=True)
+    job.queue.check()
+
+    again = {sent.row: sent.engine for sent in assigner.assign(1.0)[0]}
+    assert {failed.engine, again[failed.row]} == {0, 2}
+
+
+def test_rows_fail_once_at_a_sick_engine_that_fails_fast() -> None:
+    """One of two fails each row after 0.1 s, the other takes four seconds for eight."""
+    slots = [slot_of("sick", "small"), slot_of("sound", "small")]
+    for slot in slots:
+        slot.window.max_waiting, slot.default_model = 8, "small"
+    assigner: Assigner[ActiveJob, Slot] = Assigner(slots)
+    job = make_job(10)
+    assigner.join(job, deadline_at=None)
+    in_flight: list[tuple[float, Assignment[ActiveJob, Slot]]] = []
+    failed: Counter[int] = Counter()
+    for now_s in np.arange(0, 200, 0.2).tolist():
+        while assigned := assigner.assign(now_s)[0]:
+            in_flight += [(now_s + (0.1, 4.0)[row.engine], row) for row in assigned]
+        for ended in [each for each in in_flight if each[0] <= now_s]:
+            in_flight.remove(ended)
+            row = ended[1]
+            row.slot.release(row)
+            if row.slot is slots[1]:
+                assigner.settle(row, Usage(64, 128))
+                job.queue.finish(row.row)
+            else:
+                failed[row.row] += 1
+                assigner.give_back(row, ready_at_s=now_s + 1.0, moves=True)
+    job.queue.check()
+
+    assert job.queue.num_unfinished == 0
+    assert failed and max(failed.values()) == 1
 
 
 @pytest.mark.parametrize(

@@ -172,7 +172,7 @@ def test_a_claim_of_a_bounded_owner_takes_from_its_other_jobs(claim: float, part
     assert parts == pytest.approx({"due": part, "beside": 0.5 - part, "other": 0.5})
 
 
-Weights = st.floats(0.1, 10)
+Weights = st.just(1.0) | st.floats(0.1, 10)
 Tokens = st.floats(0, 1e6)
 
 

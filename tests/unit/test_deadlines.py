@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from heapq import heapreplace
+from itertools import count, islice
+from typing import Any
+
+import numpy as np
 import pytest
 
 from batchrun.pool.deadlines import (
@@ -12,6 +19,7 @@ from batchrun.pool.deadlines import (
     Outlook,
     fair_finishes_s,
     needed_shares,
+    tokens_ahead,
 )
 from batchrun.pool.job_shares import Owner
 from batchrun.pool.pace import HALF_LIFE_S, CapacityForecast
@@ -79,6 +87,24 @@ def test_the_time_until_a_full_window_comes_back_is_not_counted() -> None:
         forecast.add(500)
 
     assert forecast.tokens_per_s == pytest.approx(500, rel=0.05)
+
+
+@pytest.mark.parametrize("shortest_s", [100.0, 500.0])
+def test_rows_that_take_minutes_bring_no_forecast_until_most_are_back(shortest_s: float) -> None:
+    """Always 256 rows at 20 tokens/s, which take 500 s on average."""
+    drawn_s = np.random.default_rng(0).uniform(shortest_s, 1000 - shortest_s, 2_000).tolist()
+    rest_s = iter(drawn_s)
+    ends = sorted((each_s, each_s) for each_s in islice(rest_s, 256))
+    forecast = CapacityForecast()
+    for second in range(3_000):
+        while ends[0][0] <= second:
+            next_s = next(rest_s)
+            forecast.add(round(20 * heapreplace(ends, (second + next_s, next_s))[1]))
+        forecast.observe(second, 256, is_saturated=True)
+        found = forecast.tokens_per_s
+        assert found is None or 0.45 < found / (256 * 20) < 1.55
+
+    assert forecast.tokens_per_s is not None
 
 
 def test_fair_shares_hand_on_what_a_finished_job_leaves() -> None:
@@ -246,6 +272,38 @@ def test_the_earliest_deadline_claims_first_whoever_came_first() -> None:
     works = {"later": make_work(90_000), "due": make_work(40_000), "other": make_work(500_000)}
 
     assert list(deadlines.review(0, CAPACITY, 0, works)) == ["due", "later"]
+
+
+def num_steps(call: Callable[..., object], *args: object) -> int:
+    """How many lines of Python a call runs, each as often as it does."""
+    lines, tracing = count(), sys.gettrace()
+
+    def trace(*_: object) -> Any:
+        next(lines)
+        return trace
+
+    sys.settrace(trace)
+    try:
+        call(*args)
+    finally:
+        sys.settrace(tracing)
+    return next(lines)
+
+
+def test_a_deadline_among_many_costs_no_more_than_one_among_few() -> None:
+    num_lines: list[int] = []
+    for num in (50, 400):
+        works = {str(i): make_work(1_000 + i) for i in range(num)}
+        claims = dict.fromkeys(works, 0.5 / num) | {"0": 0.3}
+        deadlines = make_deadlines(**{job_id: 1_000.0 + int(job_id) for job_id in works})
+        num_lines += [
+            num_steps(deadlines.review, 0, CAPACITY, 0, works),
+            num_steps(tokens_ahead, works, claims),
+        ]
+        assert all(deadlines.outlook(job_id) for job_id in works)
+
+    assert num_lines[2] < 16 * num_lines[0]
+    assert num_lines[3] < 16 * num_lines[1]
 
 
 def test_news_of_a_job_that_left_are_not_told() -> None:

@@ -112,3 +112,14 @@ def test_one_row_that_is_tried_again_speaks_for_no_other() -> None:
     doubts = Doubts()
 
     assert JOB not in [doubts.judge(0, MODEL, {0}) for _ in range(3)]
+
+
+def test_a_row_that_fails_while_another_engine_answers_is_not_at_fault_yet() -> None:
+    doubts = Doubts()
+    verdicts = []
+    for answers in (None, 1, 0):
+        if answers is not None:
+            doubts.succeeded(answers)
+        verdicts.append(doubts.judge(4, MISSING, {4}, 0))
+
+    assert verdicts == [UNKNOWN, UNKNOWN, ROW]

@@ -46,10 +46,14 @@ INSPECTED = {
 
 
 def shown(
-    eta: Eta, deadline_s: float | None, hours: float = 2.0, price: Price | None = None
+    eta: Eta,
+    deadline_s: float | None,
+    hours: float = 2.0,
+    price: Price | None = None,
+    **others: object,
 ) -> str:
     time = EngineTime(hours, "daemon", "measured")
-    study = study_figures(INSPECTED, 1_000.0, 80.0)
+    study = study_figures(INSPECTED | others, 1_000.0, 80.0)
     found = Prediction(study, deadline_s, Forecast(eta, time), price or Price())
     text = io.StringIO()
     Console(file=text, width=1_000).print(rendered(found))
@@ -104,6 +108,13 @@ def test_the_price_is_of_the_gpus_of_all_engine_hours() -> None:
     text = shown(measured(1.0, 1.0, 1.0), None, 2.0, Price.parse("1.25x4"))
 
     assert "at most 8.00 GPU-hours (2.00 engine-hours of 4 GPUs), which cost 10.00" in text
+
+
+@pytest.mark.parametrize(("mean", "figure"), [(1_024.0, "1,024"), (7.234, "7.23")])
+def test_the_length_of_answers_is_a_plain_figure(mean: float, figure: str) -> None:
+    text = shown(measured(1.0, 1.0, 1.0), None, output_tokens_mean=mean)
+
+    assert f"({figure} a row, from the limit in the job file" in text
 
 
 def test_a_daemon_is_told_of_no_model_where_none_is_named(tmp_path: Path) -> None:

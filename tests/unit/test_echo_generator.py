@@ -153,6 +153,15 @@ def test_decodes_of_rows_that_exceed_the_step_sit_it_out_the_last_in_order_first
     assert plan.caps == {"row 3": 0}
 
 
+@pytest.mark.parametrize(("num", "most"), [(3, 2), (4, 1), (5, 4), (7, 6), (8, 7), (23, 22)])
+def test_as_many_rows_decode_as_fit(num: int, most: int) -> None:
+    rows = [decoding_row(f"row {i}") for i in range(num)]
+
+    plan = plan_of(view(running=rows, token_budget=most))
+
+    assert plan.caps == {f"row {i}": 0 for i in range(most, num)}
+
+
 def test_a_request_whose_last_tokens_are_in_flight_takes_no_place_in_the_step() -> None:
     ending_call, ending_row = decoding_call("call 1"), decoding_row("row 1")
     ending_call.work_left_tokens = ending_row.work_left_tokens = 0

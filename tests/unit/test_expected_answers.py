@@ -14,7 +14,7 @@ import pytest
 from batchrun.cli.inspect import answering
 from batchrun.daemon.job import ActiveJob
 from batchrun.daemon.opening import open_job
-from batchrun.estimator.answer_length import REMEMBERED_ANSWERS
+from batchrun.estimator.answer_length import OVERTAKEN_BY_ANSWERS, REMEMBERED_ANSWERS
 from batchrun.home import Home
 from batchrun.jobs.expected_answers import (
     UNKNOWN_MODEL,
@@ -22,13 +22,15 @@ from batchrun.jobs.expected_answers import (
     estimate_outputs,
     first_guess,
     open_answers,
+    output_limit,
 )
 from batchrun.jobs.job_file import load_job_file
 from batchrun.jobs.submit import open_submitted, prepare_job
 from batchrun.store import jobs, results
 from batchrun.store.database import Store, open_store
 from batchrun.store.jobs import JobRecord
-from batchrun.types import Outcome, OutcomeKind, Usage
+from batchrun.store.retention import remove_results
+from batchrun.types import JobState, Outcome, OutcomeKind, RowError, Usage
 
 JOB_FILE = """\
 name: NAME
@@ -197,10 +199,61 @@ def test_rows_without_an_answer_tell_nothing(store: Store, folder: Path) -> None
     assert results.latest_answer_tokens(store, record.seq, 10) == [40]
 
 
-def test_good_answers_that_the_job_keeps_are_what_it_expects(store: Store, folder: Path) -> None:
-    job = opened(store, folder, submit(store, folder, keep="answer"))
+@pytest.mark.parametrize("num_choices", [1, 2])
+def test_good_answers_that_the_job_keeps_are_what_it_guesses(
+    store: Store, folder: Path, num_choices: int
+) -> None:
+    request = f"n: {num_choices}"
+    job = opened(store, folder, submit(store, folder, keep="answer", request=request))
+    good = 79 / job.plan.tokens.bytes_per_token + 1
 
-    assert job.costs.output_tokens == round(79 / job.plan.tokens.bytes_per_token + 1)
+    assert (job.costs.output_tokens, job.knows_answers) == (round(good * num_choices), False)
+    for row in range(OVERTAKEN_BY_ANSWERS):
+        job.answers.sent(row)
+        job.answers.ended(row, 900)
+    assert job.knows_answers
+
+
+def test_a_limit_is_of_each_choice_and_what_rows_returned_of_all(
+    store: Store, folder: Path
+) -> None:
+    request = "n: 8, max_tokens: 128"
+    record = submit(store, folder, request=request)
+    job = opened(store, folder, record)
+    with open_submitted(record, job.spec, links=folder / "links") as data:
+        estimate = estimate_outputs(job.spec, data, 4.0, guesses=True)
+    answer(store, record, range(400), [800] * 400)
+    again = opened(store, folder, submit(store, folder, name="again", request=request))
+    single = opened(store, folder, submit(store, folder, name="single"))
+    spec = job.spec.model_copy(update={"request": {"n": "{{ text }}", "max_tokens": 16}})
+
+    assert (job.costs.output_tokens, estimate.mean) == (1_024, 1_024)
+    assert estimate.source == "the limit in the job file"
+    assert (again.costs.output_tokens, single.costs.output_tokens) == (800, 100)
+    assert (output_limit(spec), first_guess(spec)) == (None, 128)
+
+
+@pytest.mark.parametrize(("failed_tokens", "is_removed"), [(900, False), (0, True)])
+def test_what_answers_had_is_known_once_the_job_has_ended(
+    store: Store, folder: Path, failed_tokens: int, *, is_removed: bool
+) -> None:
+    record = submit(store, folder)
+    spec = opened(store, folder, record).spec
+    answer(store, record, range(1, NUM_ROWS), [20] * (NUM_ROWS - 1))
+    why, usage = RowError("invalid_json", "is not JSON"), Usage(10, failed_tokens)
+    failed = Outcome(record.id, 0, 1, OutcomeKind.ROW_ERROR, error=why, usage=usage)
+    results.commit(store, [(record.seq, failed)], now_s=0.0)
+    jobs.start(store, record.id, now_s=1.0)
+    jobs.begin_finalizing(store, record.id, JobState.COMPLETED, now_s=1.0)
+    ended = jobs.finish(store, record.id, now_s=2.0)
+    num_removed = list(remove_results(store, ended, now_s=3.0))[-1] if is_removed else 0
+    with open_submitted(record, spec, links=folder / "links") as data:
+        stored = store, jobs.get(store, record.id)
+        estimate = estimate_outputs(spec, data, 4.0, stored)
+
+    assert num_removed == NUM_ROWS * is_removed
+    assert (estimate.mean, estimate.source) == (20, f"the {NUM_ROWS - 1:,} rows that are done")
+    assert (estimate.std is None) is is_removed
 
 
 @pytest.mark.parametrize("num_done", [0, 40])

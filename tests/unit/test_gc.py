@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -79,6 +80,16 @@ def test_only_jobs_that_ended_before_are_removable(store: Store) -> None:
     assert find_removable(store, ended_before_s=6.0) == [old]
     assert find_removable(store, ended_before_s=8.0) == [old, new]
     assert running not in find_removable(store, ended_before_s=1e12)
+
+
+def test_answers_that_a_waiting_job_was_promised_stay_until_it_starts(store: Store) -> None:
+    old = ended_job(store)
+    spec = json.dumps({"continue_from": old.id})
+    waiting = jobs.create(store, NewJob("name", spec, "{}", "hash", 1), now_s=6.0)
+
+    assert find_removable(store, ended_before_s=1e12) == []
+    jobs.start(store, waiting.id, now_s=7.0)
+    assert find_removable(store, ended_before_s=1e12) == [old]
 
 
 @pytest.mark.parametrize("revision", ["0001", "0002"])

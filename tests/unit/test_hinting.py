@@ -94,6 +94,8 @@ def test_the_room_that_answers_so_far_stay_within_is_told(make_job: JobMaker) ->
         job.answers.ended(row, 16)
 
     assert (before, hint_of(Hinter(1), job, 1).output_tokens) == (128, 16)
+    job.spec = job.spec.model_copy(update={"request": {"n": 3}})
+    assert hint_of(Hinter(1), job, 1).output_tokens == 6
 
 
 def test_endpoints_without_a_place_for_it_get_no_hint(make_job: JobMaker) -> None:

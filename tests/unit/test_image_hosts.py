@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from ipaddress import ip_address
 
 import pytest
@@ -16,6 +19,7 @@ from batchrun.media.fetching import (
     MAX_AT_ONCE,
     MAX_URLS,
     ImageFetcher,
+    ImageTurnError,
     ImageUnreachableError,
     RowImages,
 )
@@ -126,8 +130,8 @@ class Host:
         return replies.get(request.path, web.Response(status=404))
 
 
-@pytest_asyncio.fixture
-async def host() -> AsyncIterator[Host]:
+@asynccontextmanager
+async def serving() -> AsyncIterator[Host]:
     made = Host()
     runner = web.ServerRunner(web.Server(made.answer))
     await runner.setup()
@@ -136,6 +140,12 @@ async def host() -> AsyncIterator[Host]:
     made.port = listener.getsockname()[1]
     yield made
     await runner.cleanup()
+
+
+@pytest_asyncio.fixture
+async def host() -> AsyncIterator[Host]:
+    async with serving() as made:
+        yield made
 
 
 async def fill(urls: list[str], hosts: list[str]) -> list[str]:
@@ -186,6 +196,51 @@ async def test_a_host_that_does_not_answer_may_answer_later(host: Host) -> None:
         port = silent.getsockname()[1]
     with pytest.raises(ImageUnreachableError, match="cannot be had"):
         await fill([f"http://127.0.0.1:{port}/a.png"], [f"127.0.0.1:{port}"])
+
+
+async def test_a_name_that_is_slow_to_look_up_holds_up_nothing_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    is_over, threads = threading.Event(), list[threading.Thread]()
+
+    def look_up(*_: object, **__: object) -> None:
+        threads.append(threading.current_thread())
+        is_over.wait()
+        raise socket.gaierror(socket.EAI_AGAIN, "no answer")
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+    urls = [f"http://slow.test/{number}.png" for number in range(3)]
+    filling = asyncio.create_task(fill(urls, ["slow.test"]))
+    try:
+        while not threads:
+            await asyncio.sleep(0.01)
+        await asyncio.wait_for(asyncio.to_thread(str), 60)
+    finally:
+        is_over.set()
+    with pytest.raises(ImageUnreachableError, match="no answer"):
+        await filling
+    assert [thread.daemon for thread in threads] == [True]
+
+
+async def test_a_host_that_hangs_holds_up_calls_for_its_own_images_only_and_not_for_long(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("batchrun.media.fetching.FETCH_TIMEOUT_S", 600.0)
+    host.is_open.clear()
+    async with serving() as other:
+        fetcher = ImageFetcher(ImageHosts([f"127.0.0.1:{each.port}" for each in (host, other)]))
+        urls = [host.url(f"{number}.png") for number in range(MAX_AT_ONCE)]
+        hanging = asyncio.create_task(fetcher.filled(image_body(*urls)))
+        while len(host.asked) < MAX_AT_ONCE:
+            await asyncio.sleep(0.01)
+        await asyncio.wait_for(fetcher.filled(image_body(other.url("a.png")), "b"), 60)
+        with pytest.raises(ImageTurnError, match=r"for 0\.01 s; try again"):
+            await fetcher.filled(image_body(host.url("a.png")), "b", turn_s=0.01)
+        host.is_open.set()
+        with pytest.raises(ImageError, match="HTTP 404"):
+            await hanging
+        await fetcher.close()
 
 
 async def test_a_request_may_name_so_many_images(host: Host) -> None:

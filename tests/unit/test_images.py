@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import io
+import os
+import resource
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from image_builders import bomb, data_url_of, image_body, picture
 from PIL import Image
 
+from batchrun.files import allow_many_open_files
 from batchrun.jobs.prompts.image_tokens import (
     IMAGE_TOKEN_BYTES,
     ImageTokens,
@@ -47,12 +51,20 @@ def test_an_image_of_a_known_format_is_read(kind: str) -> None:
     assert image.media_type == f"image/{kind.lower()}"
 
 
-def test_a_picture_taken_upright_has_its_sides_swapped() -> None:
-    file, exif = io.BytesIO(), Image.Exif()
-    exif[0x0112] = 6
-    Image.new("RGB", (40, 30)).save(file, "JPEG", exif=exif)
+UPRIGHT = Image.Exif()
+UPRIGHT[0x0112] = 6
+
+
+@pytest.mark.parametrize(
+    ("exif", "size"), [(UPRIGHT, (30, 40)), (b"Exif\0\0garbage header", (40, 30))]
+)
+def test_a_picture_taken_upright_has_its_sides_swapped_where_that_can_be_read(
+    exif: Image.Exif | bytes, size: tuple[int, int]
+) -> None:
+    file = io.BytesIO()
+    Image.new("RGB", (40, 30)).save(file, "JPEG", exif=exif, dpi=(72, 72))
     image = read_image(file.getvalue())
-    assert (image.width, image.height) == (30, 40)
+    assert (image.width, image.height) == size
 
 
 @pytest.mark.parametrize(
@@ -198,6 +210,40 @@ def test_a_model_without_a_processor_has_its_images_guessed(
     assert images.count(280, 280) == images.count(280, 280) == 100
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     images.close()
+
+
+PROCESSOR = """#!/bin/sh
+echo ready
+while read -r height width; do
+    if [ "$height" = 1 ]; then echo "cannot tell: too flat"; else echo 7; fi
+done
+"""
+
+
+def told_by_processor(folder: Path) -> ImageTokens:
+    """Each image has 7 tokens; of one that is a line it cannot tell."""
+    program = folder / "python"
+    program.write_text(PROCESSOR)
+    program.chmod(0o700)
+    return ImageTokens(folder, program)
+
+
+def test_a_size_that_the_processor_refuses_is_guessed_and_no_other(tmp_path: Path) -> None:
+    images = told_by_processor(tmp_path)
+    counts = [images.count(width, height) for width, height in ((7_840, 1), (9, 9), (7_840, 1))]
+    images.close()
+    assert counts == [10, 7, 10]
+
+
+def test_the_processor_is_asked_where_many_files_are_open(tmp_path: Path) -> None:
+    images, limits = told_by_processor(tmp_path), resource.getrlimit(resource.RLIMIT_NOFILE)
+    with ExitStack() as after:
+        after.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
+        allow_many_open_files()
+        for _ in range(1_024):
+            after.callback(os.close, os.open(os.devnull, os.O_RDONLY))
+        after.callback(images.close)
+        assert images.count(9, 9) == 7
 
 
 @pytest.mark.parametrize("place", ["messages", "input"])

@@ -10,6 +10,7 @@ import os
 import resource
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import pyarrow as pa
@@ -220,6 +221,34 @@ def test_views_of_text_are_text(tmp_path: Path) -> None:
         assert data.schema(["a"]).field("a").type == pa.string()
         assert [row for _, rows in data.iter_rows() for row in rows] == data.read_rows([0, 1])
         assert data.read_rows([1], ["a"]) == [{"a": "y"}]
+
+
+def test_what_is_no_text_is_json_beside_a_file_of_large_text(tmp_path: Path) -> None:
+    texts = pa.array(["x"], type=pa.large_string())
+    pq.write_table(pa.table({"tags": texts}), tmp_path / "a.parquet")
+    write_rows(tmp_path / "b.jsonl", [{"tags": ["y"]}, {"tags": 1}])
+
+    with open_path(tmp_path / "*") as data:
+        batches = [batch for _, batch in data.iter_batches()]
+
+    assert {batch.schema.field("tags").type for batch in batches} == {pa.large_string()}
+    found = [tags for batch in batches for tags in batch.column("tags").to_pylist()]
+    assert found == ["x", '["y"]', "1"]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv"])
+def test_a_column_of_many_long_rows_takes_the_memory_of_few(tmp_path: Path, name: str) -> None:
+    ids = [f"r{i}" for i in range(1_000)]
+    path = write_rows(tmp_path / name, [{"id": row_id, "text": "x" * 6_000} for row_id in ids])
+
+    with open_path(path) as data:
+        tracemalloc.start()
+        found = data.read_rows(range(1_000), ["id"])
+        _, peak_bytes = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+
+    assert [row["id"] for row in found] == ids
+    assert peak_bytes < path.stat().st_size / 2
 
 
 def test_parquet_values_become_native(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from batchrun.jobs.submit import JobPlan, pin_again, plan_file, prepare_job, row
 from batchrun.store import jobs, results
 from batchrun.store.database import Store, open_store
 from batchrun.store.jobs import JobRecord
+from batchrun.store.retention import remove_results
 from batchrun.types import JobState
 
 JOB_FILE = """\
@@ -234,6 +235,21 @@ def test_answers_to_what_an_input_held_before_are_not_taken_over(
     assert continue_job(store, new, links=links) == 1
 
     assert [result.row for result in results.read(store, new.seq)] == [1]
+
+
+def test_a_job_that_continues_one_whose_results_were_removed_runs_all_rows(
+    store: Store, record: JobRecord, links: Path
+) -> None:
+    results.commit(store, [(record.seq, answered(0))], now_s=1.0)
+    jobs.request_cancel(store, record.id, now_s=2.0)
+    list(remove_results(store, jobs.finish(store, record.id, now_s=2.0), now_s=3.0))
+    spec = JobSpec.model_validate_json(record.spec).model_copy(update={"continue_from": record.id})
+    new = jobs.create(store, prepare_job(spec, links=links), now_s=4.0)
+
+    plan, _ = taken_up(store, new, links)
+
+    assert plan.num_rows == len(TEXTS)
+    assert results.count(store, new.seq).num_done == 0
 
 
 def test_a_job_whose_plan_cannot_be_written_runs(

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 from job_builders import make_tree_job
 
+from batchrun.config import load_deployment
 from batchrun.daemon.dispatch import Assigner
 from batchrun.daemon.engine_link import Slot
 from batchrun.daemon.faults import COMPANY_WAIT_S, SOLO, TRIAL_S
 from batchrun.daemon.job import ActiveJob
+from batchrun.daemon.supervisor import Supervisor
 from batchrun.engine.command import AttachedSettings
 from batchrun.engine.engine import AttachedEngine
+from batchrun.home import Home
 from batchrun.pool.row_queue import Window
 from batchrun.types import EnginePhase, Usage
 
@@ -205,3 +209,40 @@ def test_suspects_go_to_another_engine_when_theirs_does_not_come_back() -> None:
     rows.run(COMPANY_WAIT_S)
 
     assert rows.job.queue.is_finished
+
+
+def test_suspects_that_may_not_go_keep_no_engine_from_calls_but_one_that_runs_does() -> None:
+    rows = Deployment(40, takes_s=dict.fromkeys(range(40), 3.0), room=4, num_engines=2)
+    rows.run(2)
+    first, are_apart = rows.slots[0], []
+    rows.kill(first)
+    rows._hand_out()
+    are_apart.append(first.is_set_apart)
+    rows.assigner.idle(rows.now_s)
+    are_apart.append(first.is_set_apart)
+    rows.run(3)
+    assert first.alone
+    rows.assigner.idle(rows.now_s)
+    are_apart.append(first.is_set_apart)
+    rows.assigner.waiting = {JOB}
+    rows.run(1)
+    rows._hand_out()
+    are_apart.append(first.is_set_apart)
+
+    assert rows.job.trials.limits
+    assert are_apart == [True, False, True, False]
+
+
+async def test_suspects_go_though_gateways_have_been_told_nothing_new(tmp_path: Path) -> None:
+    config, home = tmp_path / "batchrun.yaml", Home(tmp_path / "home")
+    config.write_text("engines: [{attach: 'http://127.0.0.1:9'}]")
+    home.create()
+    supervisor = Supervisor(load_deployment(config), home, {})
+    (slot,) = supervisor.slots
+    slot.drained_for.add("a test")
+    supervisor._write_upstreams()
+    slot.is_set_apart = True
+    supervisor._write_upstreams()
+    await supervisor.close()
+
+    assert slot.apart_since_s is not None

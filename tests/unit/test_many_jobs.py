@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import closing
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
 import pytest
-from store_builders import add_batch, answered, execute
+from store_builders import add_batch, answered, execute, refused
 
+from batchrun.cli import results as commands
 from batchrun.control.submitting import view_jobs
 from batchrun.daemon.view import view_stored, view_stored_job
-from batchrun.errors import UnknownJobError
+from batchrun.errors import StateError, UnknownJobError
 from batchrun.home import Home
 from batchrun.jobs.batch import new_batch_job
+from batchrun.python.handle import Job
 from batchrun.store import batches, jobs, results
 from batchrun.store.batches import NewBatch
 from batchrun.store.database import Store, open_store
@@ -23,6 +26,7 @@ from batchrun.store.retention import remove_results
 from batchrun.types import JobState
 
 CHAT = "/v1/chat/completions"
+SPEC = {"name": "n", "input": {"path": "/rows.csv", "format": "csv", "messages": "{{ text }}"}}
 
 
 def add(store: Store, end: JobState | None, owner: str | None = None) -> JobRecord:
@@ -73,6 +77,45 @@ def test_a_name_means_its_newest_job_alone_and_a_beginning_must_be_unique(tmp_pa
         jobs.create(store, NewJob("n", "{}", "{}", "hash", 2, id="job_ab3"), now_s=1.0)
     with pytest.raises(UnknownJobError, match="several jobs begin so"):
         view_jobs(home, "job_ab")
+
+
+def test_an_output_that_a_later_job_replaced_is_not_told_as_an_earlier_one_s(
+    tmp_path: Path,
+) -> None:
+    home, output = Home(tmp_path / "home"), tmp_path / "out.jsonl"
+    home.create()
+    output.write_text('{"id": "0"}\n')
+    spec = json.dumps(SPEC | {"output": {"path": str(output)}})
+    first, last = "job_a23456789a", "job_b23456789a"
+    with closing(open_store(home.store_location)) as store:
+        for job_id, now_s in ((last, 3.0), (first, 2.0)):
+            jobs.create(store, NewJob("n", spec, "{}", "hash", 1, id=job_id), now_s=1.0)
+            jobs.start(store, job_id, now_s=now_s)
+            jobs.begin_finalizing(store, job_id, JobState.COMPLETED, now_s=now_s)
+            jobs.finish(store, job_id, now_s=now_s)
+
+    line = f"out.jsonl is where {last} wrote its output later; `batchrun results {first} -o OTHER`"
+    with pytest.raises(StateError, match=line):
+        Job(first, home).results()
+    with pytest.raises(StateError, match=line):
+        commands.results(first, output=None, partial=False, home=home, as_json=False)
+    assert Job(last, home).results().collect().height == 1
+
+
+def test_why_rows_without_ids_failed_is_told_without_their_input(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    home = Home(tmp_path)
+    home.create()
+    spec = json.dumps(SPEC | {"output": {"path": "/out.jsonl"}})
+    with closing(open_store(home.store_location)) as store:
+        job = jobs.create(store, NewJob("n", spec, "{}", "hash", 2), now_s=1.0)
+        results.commit(store, [(job.seq, refused(1))], now_s=2.0)
+
+    commands.errors(job.id, limit=20, home=home, as_json=True)
+
+    (error,) = json.loads(capsys.readouterr().out)["errors"]
+    assert (error["row"], error["id"], error["code"]) == (1, "1", "bad_request")
 
 
 def test_what_the_store_alone_tells_of_jobs_is_bounded(

@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any, Literal
@@ -232,6 +233,27 @@ def test_an_unfinished_job_with_its_fields_in_another_order_is_not_the_same(
                 jobs.create(store, job, now_s=0.0)
 
     assert made == [False, True, False]
+
+
+def test_a_file_submitted_by_several_at_once_is_one_job_which_says_what_it_keeps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    pl.DataFrame({"text": ["a"]}).write_parquet("rows.parquet")
+    file = tmp_path / "job.yaml"
+    file.write_text(JOB.replace("ORDER", "{}"))
+
+    def submitted(home: Path) -> str:
+        return batchrun.submit(file, home=home, progress=False).id
+
+    with ThreadPoolExecutor(4) as threads:
+        ids = set(threads.map(submitted, [tmp_path / "home"] * 4))
+    file.write_text(JOB.replace("ORDER", "{}") + "row_timeout: 1h\n")
+    again = batchrun.submit(file, home=tmp_path / "home")
+
+    assert ids == {again.id}
+    line = f"{again.id} goes on with its own row_timeout; to change that, cancel it and submit"
+    assert line in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

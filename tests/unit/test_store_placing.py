@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from postgres_server import QUOTED_PASSWORD, PostgresServer
 
 from batchrun.config import load_deployment
+from batchrun.control.submitting import hand_over
 from batchrun.errors import ConfigError
 from batchrun.home import Home
 from batchrun.keys import new_key
@@ -84,6 +86,35 @@ def test_a_home_whose_keys_or_files_are_in_its_own_store_is_refused_too(
         open_for(home, url)
 
     assert home.recorded_store_url is None
+
+
+def test_a_job_is_added_to_no_store_but_the_one_that_batchrun_yaml_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    home = Home(tmp_path / "home")
+    home.create()
+    with closing(open_for(home, None)) as first:
+        jobs.create(first, JOB, now_s=0.0)
+    Path("batchrun.yaml").write_text("store: postgresql://u:p@h/d\n")
+
+    with pytest.raises(ConfigError, match=r"batchrun\.yaml has `store` h/d; leave it out"):
+        hand_over(replace(JOB, id="job_other"), home)
+
+
+def test_a_job_goes_into_the_database_that_a_home_without_jobs_has_got_since(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    home = Home(tmp_path / "home")
+    home.create()
+    open_for(home, None).close()
+    Path("batchrun.yaml").write_text(f"store: '{url}'\n")
+
+    assert hand_over(JOB, home) == (JOB.id, True)
+
+    with closing(open_for(home, url)) as store:
+        assert [record.id for record in jobs.list_jobs(store)] == [JOB.id]
 
 
 @pytest.mark.parametrize(

@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 from engine_builders import fake_settings
-from job_builders import make_tree_job
+from job_builders import make_active_job, make_tree_job
 from msgspec.structs import replace
+from store_builders import answered
 
+from batchrun.daemon.daemon import Daemon
 from batchrun.daemon.dispatch import Assigner
 from batchrun.daemon.engine_link import EngineLink, Slot
 from batchrun.daemon.faults import SOLO, Trials, accuse_rows
 from batchrun.daemon.job import ActiveJob
+from batchrun.daemon.opening import open_job
 from batchrun.engine.command import AttachedSettings
 from batchrun.engine.engine import AttachedEngine, ManagedEngine
 from batchrun.engine.sockets import EngineSockets
 from batchrun.pool.row_queue import Window
+from batchrun.store import results
+from batchrun.store.database import open_store
 from batchrun.types import EnginePhase, Usage
 from batchrun.wire import ClassTelemetry, RowKey, Telemetry
 
@@ -170,3 +176,30 @@ def test_a_suspect_does_not_run_alone_beside_a_call_that_runs_as_offline_work(
         are_alone.append(slot.is_left_alone(10.0))
 
     assert are_alone == [False, False, True]
+
+
+async def test_a_row_that_has_just_ended_is_no_suspect(tmp_path: Path) -> None:
+    engine = AttachedEngine(AttachedSettings(name="one", url="http://127.0.0.1:9000"))
+    engine.state = EnginePhase.READY
+    slot = Slot(engine, uses_priority=False, window=Window(9, 10**9))
+    job = make_tree_job(JOB, ["a"] * 2)
+    with closing(open_store(tmp_path / "store.db")) as store:
+        dispatcher = Daemon(store, [slot], tmp_path).dispatcher
+        dispatcher.add(job)
+        ended, other = dispatcher.assigner.assign(0.0)[0]
+        dispatcher._conclude(ended, answered(ended.row))
+        slot.accuse()
+
+    assert job.trials.limits == {other.row: SOLO}
+
+
+def test_after_a_restart_rows_that_have_a_result_are_no_suspects(tmp_path: Path) -> None:
+    before = make_active_job(tmp_path, ["a"] * 3)
+    before.close()
+    with closing(open_store(tmp_path / "store.db")) as store:
+        results.record_engine_death(store, before.record.seq, [0, 1])
+        results.commit(store, [(before.record.seq, answered(0))], now_s=0.0)
+        job = open_job(store, before.record, links=tmp_path / "links")
+    job.close()
+
+    assert job.trials.limits == {1: SOLO}

@@ -13,7 +13,9 @@ from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 
 from batchrun.scheduling.policies import make_policy
 from batchrun.scheduling.view import EngineView, Plan
+from batchrun.vllm_plugin.control import Control, InForce
 from batchrun.vllm_plugin.scheduler import ColocatedScheduler
+from batchrun.wire import Answer, Orders, encode, read_message
 
 IMAGES = [(40, 100), (140, 70), (300, 90)]
 """Where each begins, and how long it is."""
@@ -73,6 +75,15 @@ def test_an_image_longer_than_any_step_is_split_as_vllm_does() -> None:
     scheduler = with_images(2, token_budget=64, max_num_seqs=8)
 
     assert 500 in ends_of_chunks(scheduler)
+
+
+def test_a_budget_that_would_cut_images_is_refused_and_says_why() -> None:
+    control = Control(InForce("echo", 512), 32, "secret", cuts_no_image=True)
+    orders = [Orders("secret", 1, budget, token_budget=budget) for budget in (511, 512)]
+    less, same = [read_message(control.receive(encode(each)), Answer).error for each in orders]
+
+    assert same is None
+    assert less == "the token budget stays 512 here, not 511: each image must fit into a step whole"
 
 
 @pytest.mark.parametrize(("first", "queue"), [(1, "arrival"), (None, "slack-euclid")])

@@ -44,6 +44,8 @@ OTHER_DELIMITERS = {";": "semicolons", "\t": "tabs", "|": "bars"}
 _BLOCK_BYTES = 4 << 20
 _SAMPLE_ROWS = 1000
 _MAX_BATCH_ROWS = 8192
+_MOST_LONG_ROWS = (2**31 - 1) // ROW_LIMIT_BYTES
+"""So many rows of any length Arrow parses at once."""
 _INT64 = range(-(2**63), 2**63)
 _FLOAT_EXACT = range(-(2**53), 2**53 + 1)
 
@@ -115,13 +117,13 @@ class TextFile(InputFile):
         ends = (self._ends[rows.start : rows.stop] - base).tolist()
         return [block[start:end] for start, end in zip(starts, ends, strict=True)]
 
-    def _scattered_records(self, rows: Sequence[int]) -> list[bytes]:
+    def _scattered_records(self, rows: Sequence[int]) -> Iterator[bytes]:
         """The bytes of single records, in the order asked for."""
         wanted = np.asarray(rows, dtype=np.int64)
         spans = zip(self._starts[wanted].tolist(), self._ends[wanted].tolist(), strict=True)
         file = self._file.fileno()
         with self._readable():
-            return [os.pread(file, end - start, start) for start, end in spans]
+            yield from (os.pread(file, end - start, start) for start, end in spans)
 
     def place(self, row: int) -> str:
         """`FILE:LINE` of a record; reads the file up to there."""
@@ -300,8 +302,12 @@ def _pick(row: Row, columns: Iterable[str]) -> Row:
     return {name: row.get(name) for name in columns}
 
 
+_TEXT_IDS = {each.id for each in (pa.string(), pa.large_string(), pa.binary(), pa.large_binary())}
+"""What text becomes beside the columns of Parquet files."""
+
+
 def _fit(value: object, kind: pa.DataType) -> object:
-    if value is None or isinstance(value, str) or not pa.types.is_string(kind):
+    if value is None or isinstance(value, str) or kind.id not in _TEXT_IDS:
         return float(value) if isinstance(value, int) and pa.types.is_floating(kind) else value
     return json.dumps(value, ensure_ascii=False)
 
@@ -348,10 +354,12 @@ class CsvInput(TextFile):
 
     def read_rows(self, rows: Sequence[int], columns: Sequence[str]) -> list[Row]:
         """The given rows in the given order."""
-        if not rows:
-            return []
-        records = self._parse(self._scattered_records(rows), rows)
-        return native_rows(records.select(list(columns)))
+        found: list[Row] = []
+        for start in range(0, len(rows), _MOST_LONG_ROWS):
+            some = rows[start : start + _MOST_LONG_ROWS]
+            records = self._parse(list(self._scattered_records(some)), some)
+            found += native_rows(records.select(list(columns)))
+        return found
 
     def _find_columns(self) -> Iterable[str]:
         """The names in the header, which is no row from then on."""

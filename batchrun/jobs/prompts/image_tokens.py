@@ -77,6 +77,10 @@ class ProcessorError(Exception):
     """The model's processor does not answer."""
 
 
+class RefusedSizeError(ProcessorError):
+    """The model's processor cannot tell of this size; of others it may."""
+
+
 class Processor:
     """The image processor of the model in `folder`, in a process that starts with the first
     question; `close` it."""
@@ -86,7 +90,7 @@ class Processor:
         self._child: subprocess.Popen[str] | None = None
 
     def count(self, width: int, height: int) -> int:
-        """Tokens of an image of this size. Raises ProcessorError."""
+        """Tokens of an image of this size. Raises RefusedSizeError and ProcessorError."""
         try:
             child = self._child or self._start()
             assert child.stdin is not None
@@ -95,6 +99,8 @@ class Processor:
         except OSError as error:
             raise ProcessorError(f"it cannot be asked: {error}") from None
         answer = _read_line(child, ANSWER_S)
+        if answer.startswith("cannot tell:"):
+            raise RefusedSizeError(answer)
         if not answer.isdecimal():
             raise ProcessorError(answer)
         return int(answer)
@@ -125,7 +131,10 @@ class Processor:
 def _read_line(child: subprocess.Popen[str], limit_s: float) -> str:
     """The next line, which comes whole: the child flushes lines. Raises ProcessorError."""
     assert child.stdout is not None
-    if not select.select([child.stdout], [], [], limit_s)[0]:
+    # `select` knows the first 1,024 open files only.
+    waiting = select.poll()
+    waiting.register(child.stdout, select.POLLIN)
+    if not waiting.poll(limit_s * 1_000):
         raise ProcessorError(f"it says nothing for {limit_s:g} s")
     line = child.stdout.readline()
     if not line:
@@ -144,6 +153,7 @@ class ImageTokens:
         self._sizes = {} if folder is None else _known_sizes(folder, _age_of(folder))
         program = python or Path(sys.executable)
         self._processor = None if folder is None else Processor(folder, program)
+        self._has_refused = False
 
     def count(self, width: int, height: int) -> int:
         """Tokens of an image of so many pixels, at least 1."""
@@ -182,17 +192,23 @@ class ImageTokens:
             self._processor.close()
 
     def _asked(self, width: int, height: int) -> int:
-        if self._processor is not None:
-            try:
-                num_tokens = max(1, self._processor.count(width, height))
-                if len(self._sizes) < MAX_SIZES:
-                    self._sizes[width, height] = num_tokens
-                return num_tokens
-            except ProcessorError as problem:
-                log.warning("the model's processor: %s; the tokens of images are guessed", problem)
-                self._processor.close()
-                self._processor = None
-        return _guessed(width, height)
+        num_tokens = _guessed(width, height)
+        if self._processor is None:
+            return num_tokens
+        try:
+            num_tokens = max(1, self._processor.count(width, height))
+        except RefusedSizeError as problem:
+            if not self._has_refused:
+                log.warning("the model's processor %s; images of such a size are guessed", problem)
+            self._has_refused = True
+        except ProcessorError as problem:
+            log.warning("the model's processor: %s; the tokens of images are guessed", problem)
+            self._processor.close()
+            self._processor = None
+            return num_tokens
+        if len(self._sizes) < MAX_SIZES:
+            self._sizes[width, height] = num_tokens
+        return num_tokens
 
     def _image_bytes(self, image: Image) -> bytes:
         """One token less than the image has: the placeholder of the template counts as one. As

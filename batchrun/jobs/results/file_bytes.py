@@ -34,14 +34,15 @@ IsKnown = Callable[[str], bool]
 READ_BYTES = 1 << 20
 MARK = ".gone"
 """The ending of an empty file beside the bytes that are to go."""
-_ID = re.compile(rf"{ID_PREFIX}[A-Za-z0-9]+")
+_ID = re.compile(rf"{ID_PREFIX}[A-Za-z0-9]{{1,59}}")
+"""As long as the store takes one. A batch may name anything: a path, or what no disk takes."""
 _HALF_WRITTEN = re.compile(rf"\.{ID_PREFIX}[A-Za-z0-9]+\.[0-9a-f]+\.part")
 
 
 class FileBytes:
     """The bytes of files, each under its file's id, in a folder of the home: the spool itself.
 
-    Everything may block.
+    Everything may block. What has not the form of an id is never marked or removed.
     """
 
     def __init__(self, spool: Path) -> None:
@@ -70,6 +71,8 @@ class FileBytes:
     def mark(self, file_id: str) -> None:
         """Note, synced, that the bytes are to go if the store does not list the file. Raises
         StoreError."""
+        if not _ID.fullmatch(file_id):
+            return
         try:
             self._mark_of(file_id).touch()
             sync_folder(self.spool)
@@ -79,6 +82,8 @@ class FileBytes:
     def remove(self, file_id: str) -> None:
         """Remove the bytes of a marked file that the store does not list (any more). What cannot
         be removed stays marked."""
+        if not _ID.fullmatch(file_id):
+            return
         (self.spool / file_id).unlink(missing_ok=True)
         self._mark_of(file_id).unlink(missing_ok=True)
 
@@ -157,6 +162,8 @@ class ObjectBytes(FileBytes):
 
     def remove(self, file_id: str) -> None:
         """Remove the object, its copy and its mark."""
+        if not _ID.fullmatch(file_id):
+            return
         self.settle(file_id)
         try:
             objects.remove(self.place_of(file_id))
@@ -295,7 +302,9 @@ def remove_input(store: Store, place: FileBytes, batch_id: str) -> None:
     batch = batches.find(store, batch_id)
     assert batch is not None
     file_id = batch.input_file_id
-    if not _is_known(store, file_id) and not batches.is_input(store, file_id):
+    if not _ID.fullmatch(file_id) or _is_known(store, file_id):
+        return
+    if not batches.is_input(store, file_id):
         place.mark(file_id)
         place.remove(file_id)
 

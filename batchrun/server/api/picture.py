@@ -27,6 +27,8 @@ from batchrun.types import EnginePhase, JobState
 HOUR_S = 3600.0
 COUNT_REST = 20.0
 """Rows of a job that is not in memory are counted again after so many times as long as it took."""
+PREDICTED_S = 1.0
+"""For so long the ends of the same jobs are as predicted: with many jobs that takes long."""
 JsonObject = dict[str, Any]
 
 
@@ -55,6 +57,8 @@ class Status:
         self._jobs: dict[str, dict[str, object]] = {}
         self._num_more = 0
         self._completions: dict[str, Completion] = {}
+        self._asked: tuple[bool, set[str], set[str]] | None = None
+        self._predicted_s = 0.0
 
     async def snapshot(self, job: str | None = None) -> dict[str, object]:
         """The deployment: engines, switch, stalls, and jobs, oldest first: those that have not
@@ -142,9 +146,12 @@ class Status:
 
     def _predict(self) -> None:
         """When the running jobs will be done; nobody knows while offline work is switched off."""
-        dispatcher = self.daemon.dispatcher
+        dispatcher, now_s = self.daemon.dispatcher, time.monotonic()
         is_on, turns = dispatcher.is_offline_on, dispatcher.assigner.turns
-        self._completions = turns.completions(dispatcher.waiting) if is_on else {}
+        asked = is_on, {*dispatcher.jobs}, {*dispatcher.waiting}
+        if asked != self._asked or now_s >= self._predicted_s + PREDICTED_S:
+            self._asked, self._predicted_s = asked, now_s
+            self._completions = turns.completions(dispatcher.waiting) if is_on else {}
 
     async def _see_active(self) -> None:
         """Take down how far the jobs in memory are; that does not need the store."""

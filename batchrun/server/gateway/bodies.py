@@ -22,7 +22,7 @@ from msgspec import Raw
 
 from batchrun.errors import InputError
 from batchrun.hints import HINT_ARGUMENTS, FlexHint, Hint, SloBounds, SloHint, drop_hint, put_hint
-from batchrun.media.fetching import ImageFetcher
+from batchrun.media.fetching import FETCH_TIMEOUT_S, ImageFetcher
 from batchrun.media.images import IMAGE_CODE, MEDIA_PLACES, ImageError
 from batchrun.server.gateway.envelope import RefusalError
 from batchrun.server.gateway.upstreams import Upstream
@@ -323,7 +323,7 @@ async def fill_images(body: bytes, images: ImageFetcher, held: HeldBody, owner: 
             shown[place] = _value(fields[place])
     await held.take_turn(body)
     try:
-        filled = await images.filled(shown, owner, on_bytes=held.add)
+        filled = await images.filled(shown, owner, on_bytes=held.add, turn_s=FETCH_TIMEOUT_S)
     except ImageError as problem:
         raise RefusalError(problem.http_status, str(problem), code=IMAGE_CODE) from problem
     if filled is shown:

@@ -282,6 +282,9 @@ def _job_sentences(plan: CapacityPlan) -> Iterator[str]:
         f"{min(served):,.0f} in its busiest part."
     )
     for given, job in zip(plan.request.jobs, plan.jobs, strict=True):
+        if given.answers_source:
+            tokens = f"{given.expected_output_tokens:,} tokens a row"
+            yield f"The answers of {job.name} have {tokens}, from {given.answers_source}."
         if given.is_estimated:
             yield f"The prompts of {job.name} are estimated at four bytes a token."
         if num_left_out := given.num_rows - job.num_rows:

@@ -326,12 +326,7 @@ class SimulatedFleet:
 
     def job(self, spec: JobSpec, plan: JobPlan, outputs: OutputEstimate) -> OfflineJob:
         """The rows that a simulated engine can run."""
-        tokens = np.maximum(1, np.rint(outputs.filled)).astype(np.int64)
-        expected = round(outputs.mean or 0)
-        job = job_of_plan(
-            spec, plan, JobTerms(), num_output_tokens=tokens, expected_output_tokens=expected
-        )
-        return fitting(job, self.kind.engine)
+        return fitting(job_of_plan(spec, plan, JobTerms(), outputs), self.kind.engine)
 
     def forecast(
         self, job: OfflineJob, computed_tokens: int, measured: Eta, progress: ProgressSink
