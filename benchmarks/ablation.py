@@ -174,7 +174,7 @@ def _print_size(scenario_name: str, law: str, blocks: int, records: Sequence[Rec
     print(f"\n{scenario_name}, law {law}, {blocks:,} blocks, means of {num_seeds} seeds\n")
     rows = [[name, *map(figures.get, COLUMNS)] for name, figures in means.items()]
     print(markdown(["config", *COLUMNS], rows), end="\n\n")
-    for bar in judge(scenario_name, law, blocks, means):
+    for bar in judge(scenario_name, blocks, means):
         print(f"- {bar}")
 
 

@@ -65,11 +65,10 @@ def configs(scenario_name: str) -> list[Config]:
     if scenario_name in UNKNOWN_LENGTHS:
         return [
             Config("echo"),
-            *(Config(no_limit("echo", context), context=context) for context in CONTEXTS),
-            Config("stock-in-our-order-2048", STOCK),
-            Config(no_limit(STOCK, CONTEXTS[0]), STOCK, context=CONTEXTS[0]),
+            Config(f"stock-in-our-order-{SHUFFLED_BUDGET}", STOCK),
+            *_unlimited(CONTEXTS),
         ]
-    rows = [*_stock(), *_ours()]
+    rows = [*_stock(), *_ours(), *_unlimited(CONTEXTS[:1])]
     return [*rows, *grid()] if scenario_name == "kv-pressure" else rows
 
 
@@ -124,8 +123,15 @@ def _ours() -> list[Config]:
         Config("echo unsorted", is_planned=False),
         Config("echo unsorted/lru", is_planned=False, eviction="lru"),
         Config("echo offline-only", is_online=False),
+        Config("stock offline-only", STOCK, is_online=False),
         Config("echo online-only", order=None),
     ]
+
+
+def _unlimited(contexts: Sequence[int]) -> list[Config]:
+    """Rows that name no limit, as `echo` and stock vLLM in the same order run them."""
+    ours = [Config(no_limit("echo", context), context=context) for context in contexts]
+    return [*ours, Config(no_limit(STOCK, contexts[0]), STOCK, context=contexts[0])]
 
 
 Means = Mapping[str, Mapping[str, float]]
@@ -175,15 +181,16 @@ def with_costs(records: Sequence[Record]) -> list[Record]:
     return found
 
 
-def judge(scenario_name: str, law: str, blocks: int, means: Means) -> list[Bar]:
+def judge(scenario_name: str, blocks: int, means: Means) -> list[Bar]:
     """The bars of one scenario and KV size, where the rows they need were run."""
     bars = list(_job_ends(means))
-    if "echo" in means:
-        is_stress = scenario_name not in LEAST_KEPT or blocks <= STRESS_BLOCKS
-        bars += _slo(scenario_name, means, law, is_stress=is_stress)
-        is_judged = scenario_name == "a100-8b" and not is_stress
-        bars += _ratios(means, blocks, is_judged=is_judged)
-        bars += _hit_rate(means["echo"], is_echos=scenario_name == "echo-hit-rate")
+    is_stress = scenario_name not in LEAST_KEPT or blocks <= STRESS_BLOCKS
+    for name in ("echo", no_limit("echo", CONTEXTS[0])):
+        if name in means:
+            bars += _slo(name, scenario_name, means, is_stress=is_stress)
+            is_judged = scenario_name == "a100-8b" and not is_stress
+            bars += _ratios(name, means, blocks, is_judged=is_judged)
+            bars += _hit_rate(name, means[name], is_echos=scenario_name == "echo-hit-rate")
     if scenario_name in UNKNOWN_LENGTHS and "echo" in means:
         bars += _unknown_lengths(means, UNKNOWN_LENGTHS[scenario_name])
     if scenario_name in FIGURE_6 and all(name in means for name in LADDER):
@@ -193,38 +200,37 @@ def judge(scenario_name: str, law: str, blocks: int, means: Means) -> list[Bar]:
     return bars
 
 
-def _slo(scenario_name: str, means: Means, law: str, *, is_stress: bool) -> Iterator[Bar]:
+def _slo(name: str, scenario_name: str, means: Means, *, is_stress: bool) -> Iterator[Bar]:
     """Under stress, measured against the best stock vLLM without offline work."""
-    echo = means["echo"]
-    alone = [means[name] for b in ONLINE_BUDGETS if (name := f"online-only-{b}") in means]
+    echo = means[name]
+    alone = [means[each] for b in ONLINE_BUDGETS if (each := f"online-only-{b}") in means]
     for key in ATTAINMENTS:
         bound = None if is_stress else LEAST_KEPT.get(scenario_name)
         if scenario_name.startswith("onset") and key != "slo_ttft":
             bound = 0.99
         if bound is None and alone:
             bound = max(row[key] for row in alone) - BELOW_ALONE.get(scenario_name, 0.02)
-        yield Bar(f"echo {key}", echo[key], bound)
+        yield Bar(f"{name} {key}", echo[key], bound)
     if not is_stress:
-        most_s = 0.7 if law == "noisy" else 0.5
-        yield Bar("echo ttft_p99_s", echo["ttft_p99_s"], most_s, is_most=True)
+        yield Bar(f"{name} ttft_p99_s", echo["ttft_p99_s"], 0.5, is_most=True)
     if alone:
-        yield from _beside_alone(scenario_name, echo, alone[-1])
+        yield from _beside_alone(name, scenario_name, echo, alone[-1])
 
 
 def _beside_alone(
-    scenario_name: str, echo: Mapping[str, float], alone: Mapping[str, float]
+    name: str, scenario_name: str, echo: Mapping[str, float], alone: Mapping[str, float]
 ) -> Iterator[Bar]:
     """What rows may cost calls in time, against stock vLLM's default budget without rows."""
     if scenario_name.startswith("onset"):
         most_s = 1.5 * alone["ttft_max_s"] + 0.1
-        yield Bar("echo ttft_max_s", echo["ttft_max_s"], most_s, is_most=True)
+        yield Bar(f"{name} ttft_max_s", echo["ttft_max_s"], most_s, is_most=True)
     elif scenario_name == "sparse":
         most_s = 1.7 * alone["ttft_p99_s"]
-        yield Bar("echo ttft_p99_s", echo["ttft_p99_s"], most_s, is_most=True)
+        yield Bar(f"{name} ttft_p99_s", echo["ttft_p99_s"], most_s, is_most=True)
     elif scenario_name == "reasoning":
-        yield Bar("echo longest_gap_s", echo["longest_gap_s"], 0.5, is_most=True)
+        yield Bar(f"{name} longest_gap_s", echo["longest_gap_s"], 0.5, is_most=True)
         most = alone["online_preemptions"]
-        yield Bar("echo online_preemptions", echo["online_preemptions"], most, is_most=True)
+        yield Bar(f"{name} online_preemptions", echo["online_preemptions"], most, is_most=True)
 
 
 def _job_ends(means: Means) -> Iterator[Bar]:
@@ -241,24 +247,27 @@ def _job_ends(means: Means) -> Iterator[Bar]:
             yield Bar(f"job_s of {best} / echo", ends[best] / echo_s)
 
 
-def _ratios(means: Means, blocks: int, *, is_judged: bool) -> Iterator[Bar]:
-    echo = means["echo"][SERVED]
+def _ratios(name: str, means: Means, blocks: int, *, is_judged: bool) -> Iterator[Bar]:
+    echo = means[name][SERVED]
     least_shuffled = 9.0 if is_judged and blocks == 8600 else None
     least_grouped = {8600: 1.05, 4300: 1.6}.get(blocks) if is_judged else None
-    for name in ("bs", f"stock-shuffled-{SHUFFLED_BUDGET}"):
-        if name in means:
-            yield Bar(f"echo / {name}", echo / means[name][SERVED], least_shuffled)
-    for form, bound in (("stock-grouped", least_grouped), ("stock-in-our-order", None)):
-        rows = [name for b in GROUPED_BUDGETS if (name := f"{form}-{b}") in means]
+    least_same_order = 0.93 if is_judged else None
+    for other in ("bs", f"stock-shuffled-{SHUFFLED_BUDGET}"):
+        if other in means:
+            yield Bar(f"{name} / {other}", echo / means[other][SERVED], least_shuffled)
+    for form, bound in (("stock-grouped", least_grouped), ("stock-in-our-order", least_same_order)):
+        rows = [row for b in GROUPED_BUDGETS if (row := f"{form}-{b}") in means]
         if rows:
-            best = max(rows, key=lambda name: means[name][SERVED])
-            yield Bar(f"echo / best {form}: {best}", echo / means[best][SERVED], bound)
-    alone = means.get("echo offline-only")
-    if alone is not None:
-        left = alone[SERVED] * (1 - means["echo"]["online_step_share"])
-        yield Bar(
-            "echo / (offline-only x (1 - online share))", echo / left, 0.9 if is_judged else None
-        )
+            best = max(rows, key=lambda row: means[row][SERVED])
+            yield Bar(f"{name} / best {form}: {best}", echo / means[best][SERVED], bound)
+    unlimited = no_limit(STOCK, CONTEXTS[0])
+    if unlimited in means:
+        yield Bar(f"{name} / {unlimited}", echo / means[unlimited][SERVED], least_same_order)
+    for limit, bound in (("echo offline-only", 0.9), ("stock offline-only", 0.92)):
+        if limit in means:
+            left = means[limit][SERVED] * (1 - means[name]["online_step_share"])
+            title = f"{name} / ({limit} x (1 - online share))"
+            yield Bar(title, echo / left, bound if is_judged else None)
 
 
 def _unknown_lengths(means: Means, least: float) -> Iterator[Bar]:
@@ -275,14 +284,14 @@ def _unknown_lengths(means: Means, least: float) -> Iterator[Bar]:
             )
 
 
-def _hit_rate(echo: Mapping[str, float], *, is_echos: bool) -> Iterator[Bar]:
+def _hit_rate(name: str, echo: Mapping[str, float], *, is_echos: bool) -> Iterator[Bar]:
     """Echo's own figure on its shape, and the share of what the job allows."""
     optimum = echo.get("prefix_hit_optimum", 0.0)
     if is_echos:
-        yield Bar("echo prefix_hit_rate", echo["prefix_hit_rate"], ECHO_HIT_RATE)
+        yield Bar(f"{name} prefix_hit_rate", echo["prefix_hit_rate"], ECHO_HIT_RATE)
     if optimum:
         bound = 0.95 if echo["documents_that_fit"] >= LEAST_DOCUMENTS else None
-        yield Bar("echo prefix_hit_rate / optimum", echo["prefix_hit_rate"] / optimum, bound)
+        yield Bar(f"{name} prefix_hit_rate / optimum", echo["prefix_hit_rate"] / optimum, bound)
 
 
 def _ladder(means: Means) -> Iterator[Bar]:

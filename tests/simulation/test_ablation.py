@@ -181,7 +181,7 @@ def test_each_bar_is_met_or_missed_on_its_own() -> None:
         "stock-grouped-1024": row(86.0),
         "echo offline-only": row(120.0),
     }
-    met = {bar.name: bar.is_met for bar in judge("a100-8b", "a100", 8600, means)}
+    met = {bar.name: bar.is_met for bar in judge("a100-8b", 8600, means)}
 
     assert met == {
         "echo slo_ttft": False,
@@ -190,10 +190,24 @@ def test_each_bar_is_met_or_missed_on_its_own() -> None:
         "echo ttft_p99_s": False,
         "echo / bs": True,
         "echo / best stock-grouped: stock-grouped-1024": False,
-        "echo / (offline-only x (1 - online share))": True,
+        "echo / (echo offline-only x (1 - online share))": True,
     }
-    noisy = {bar.name: bar.is_met for bar in judge("a100-8b", "noisy", 8600, means)}
-    assert noisy["echo ttft_p99_s"]
+
+
+def test_rows_without_a_limit_are_judged_as_rows_with_one() -> None:
+    means = {
+        "echo no limit, context 32768": row(92.0, ttft_p99_s=0.6),
+        "stock no limit, context 32768": row(100.0),
+        "stock offline-only": row(120.0),
+    }
+    bars = {bar.name: bar for bar in judge("a100-8b", 8600, means)}
+    echo, stock = list(means)[:2]
+
+    assert not bars[f"{echo} ttft_p99_s"].is_met
+    assert not bars[f"{echo} / {stock}"].is_met
+    limit = bars[f"{echo} / (stock offline-only x (1 - online share))"]
+    assert limit.value == pytest.approx(92 / 96)
+    assert limit.is_met
 
 
 def test_under_stress_stock_vllm_without_offline_work_sets_the_bar() -> None:
@@ -201,7 +215,7 @@ def test_under_stress_stock_vllm_without_offline_work_sets_the_bar() -> None:
 
     def judged(attainment: float) -> bool:
         means = {"echo": row(90.0, attainment), **alone}
-        bars = judge("a100-8b-stress", "a100", 2600, means)
+        bars = judge("a100-8b-stress", 2600, means)
         return {bar.name: bar.is_met for bar in bars}["echo slo_ttft"]
 
     assert judged(0.881)
@@ -214,7 +228,7 @@ def test_the_price_of_rows_is_judged_against_calls_alone() -> None:
     means = {"echo": {**echo, "online_preemptions": 1}, "online-only-2048": alone}
 
     def missed(scenario: str) -> set[str]:
-        bars = judge(scenario, "a100", 8600, means)
+        bars = judge(scenario, 8600, means)
         return {bar.name.removeprefix("echo ") for bar in bars if bar.is_met is False}
 
     assert missed("onset-10") == {"ttft_max_s"}
@@ -229,7 +243,7 @@ def test_the_grid_is_judged_column_by_column() -> None:
     means[cell_name("forecast", "next-use")] = row(150.0)
     means[cell_name(0.2, "next-use")] = row(160.0)
     means[cell_name(0.4, "next-use")] = row(97.0)
-    bars = {bar.name: bar for bar in judge("kv-pressure", "a100", 3200, means)}
+    bars = {bar.name: bar for bar in judge("kv-pressure", 3200, means)}
 
     assert not bars["forecast / best constant reserve"].is_met
     assert bars["forecast / no reserve"].is_met
@@ -243,7 +257,7 @@ def test_echos_hit_rate_and_the_jobs_optimum_are_judged() -> None:
 
     def judged(hit_rate: float, fit: float = 5.9) -> dict[str, bool]:
         means = {"echo": {**echo, "prefix_hit_rate": hit_rate, "documents_that_fit": fit}}
-        bars = judge("echo-hit-rate", "a100", 8600, means)
+        bars = judge("echo-hit-rate", 8600, means)
         return {bar.name: bar.is_met for bar in bars if "hit" in bar.name}
 
     assert judged(0.86) == {"echo prefix_hit_rate": True, "echo prefix_hit_rate / optimum": True}
@@ -256,7 +270,7 @@ def test_echos_hit_rate_and_the_jobs_optimum_are_judged() -> None:
 
 def test_the_ladder_must_stand_in_echos_order() -> None:
     means = {"bs": row(10.0), "bs+e": row(11.0), "bs+e+s": row(90.0), "echo": row(89.0)}
-    bars = judge("echo-qa-long", "a100", 4300, means)
+    bars = judge("echo-qa-long", 4300, means)
 
     assert {bar.name: bar.is_met for bar in bars if bar.name[0] != "e" or "bs+e+s" in bar.name} == {
         "bs+e / bs": False,
