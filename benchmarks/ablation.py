@@ -255,6 +255,12 @@ def figures_of(simulation: Simulation) -> Record:
 
 
 def _measured(trial: Trial, tables: Tables | None) -> tuple[Record, OnlineTotals]:
+    with own_heap():
+        return _simulated(trial, tables)
+
+
+def _simulated(trial: Trial, tables: Tables | None) -> tuple[Record, OnlineTotals]:
+    """A call of its own, so that nobody holds the engine once it returns."""
     config, scenario = trial.config, trial.scenario
     is_stock = config.policy == STOCK
     jobs = [] if config.order is None else draw_jobs(scenario, trial.seed, config.order)
@@ -266,11 +272,10 @@ def _measured(trial: Trial, tables: Tables | None) -> tuple[Record, OnlineTotals
         (seen if config.is_online else seen.without_online_use()).tell(scheduler)
     planning_s = timed(scheduler)
     overtaken = Overtaken(scheduler)
-    with own_heap():
-        if scenario.is_to_end and jobs:
-            run_to_end(simulation, scenario.duration_s)
-        else:
-            simulation.engines.run_until(ALONE_S if scenario.is_to_end else scenario.duration_s)
+    if scenario.is_to_end and jobs:
+        run_to_end(simulation, scenario.duration_s)
+    else:
+        simulation.engines.run_until(ALONE_S if scenario.is_to_end else scenario.duration_s)
     record = {
         "config": config.name,
         "law": trial.law_name,
