@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -21,9 +22,9 @@ from pydantic import (
 )
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from batchrun.engine_config import Argument, EngineConfig, Name, Strict, Url
+from batchrun.engine_config import Argument, EngineConfig, Name, Url
 from batchrun.errors import ConfigError, known_name
-from batchrun.files import check_prefix
+from batchrun.files import absolute, check_prefix
 from batchrun.hints import MAX_BOUND_S, MAX_ONLINE_COST
 from batchrun.home import DEFAULT_HOME, Home, check_store_url
 from batchrun.media.hosts import checked_host
@@ -34,7 +35,7 @@ from batchrun.quantities import (
     parse_duration_s,
     parse_optional_duration_s,
 )
-from batchrun.strict import load_strict
+from batchrun.strict import Strict, load_strict
 from batchrun.types import DEFAULT_CLASS, DEFAULT_MODEL
 
 
@@ -184,15 +185,11 @@ class OnDone(Strict):
 
     def located(self, folder: Path) -> OnDone:
         """With absolute paths in place of those that are relative to `folder`."""
-
-        def absolute(path: str) -> str:
-            return os.path.normpath(folder / Path(path).expanduser())
-
         command, secret_file = self.command, self.secret_file
         if command is not None and "/" in command[0]:
-            command = (absolute(command[0]), *command[1:])
+            command = (absolute(folder, command[0]), *command[1:])
         if secret_file is not None:
-            secret_file = absolute(secret_file)
+            secret_file = absolute(folder, secret_file)
         return self.model_copy(update={"command": command, "secret_file": secret_file})
 
 
@@ -295,6 +292,8 @@ class DeploymentFile(Strict):
 
 
 DEFAULT_FILE = "batchrun.yaml"
+VERBATIM = re.compile(r"(on_done|engines\[\d+\]\.(name|vllm_args|env|command))\b")
+"""Keys under which numbers are text as it stands there: `007` is not 7."""
 
 
 class Environment(BaseSettings):
@@ -365,7 +364,7 @@ class Deployment(DeploymentFile):
                 break
         if chosen.model in TINY_MODELS:
             return home.models / chosen.model
-        folder = chosen.base / Path(chosen.model).expanduser()
+        folder = Path(absolute(chosen.base, chosen.model))
         return folder if folder.is_dir() else None
 
     @property
@@ -409,7 +408,7 @@ def load_deployment(
         path = Path(DEFAULT_FILE)
     values: dict[str, Any] = {"base": Path.cwd() if path is None else path.absolute().parent}
     if path is not None:
-        file = load_strict(path, DeploymentFile, ConfigError, context=names)
+        file = load_strict(path, DeploymentFile, ConfigError, context=names, verbatim=VERBATIM)
         values |= file.model_dump(exclude_unset=True) | {"file": path.absolute()}
     values |= environment.model_dump(include={"model", "listen", "gateway_url"}, exclude_none=True)
     if environment.ray_address is not None:
@@ -450,9 +449,9 @@ def _with_model_path(deployment: Deployment) -> Deployment:
 
 def _as_path(base: Path, model: str) -> str:
     """The absolute path of what is a folder or looks like one; a hub id as it is."""
-    folder = base / Path(model).expanduser()
+    folder = absolute(base, model)
     is_path = os.access(f"{folder}/", os.F_OK) or model.startswith((".", "/", "~"))
-    return os.path.normpath(folder) if is_path else model
+    return folder if is_path else model
 
 
 def _first_line(error: ValidationError) -> str:

@@ -6,7 +6,9 @@ import re
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+
+from batchrun.strict import Strict
 
 Port = Annotated[int, Field(ge=1, le=65535)]
 
@@ -40,12 +42,6 @@ Name = Annotated[str, BeforeValidator(number_as_text), AfterValidator(checked_na
 Argument = Annotated[str, BeforeValidator(number_as_text)]
 Url = Annotated[str, AfterValidator(_checked_url)]
 AgentUrl = Annotated[str, AfterValidator(_checked_agent)]
-
-
-class Strict(BaseModel):
-    """Refuses keys that it does not know; does not change."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 def _switch_as_text(value: object) -> object:
@@ -85,7 +81,11 @@ class ReplicasConfig(Strict):
 
     def allows(self, number: int) -> bool:
         """Whether there may be so many."""
-        return self.min <= number <= self.most
+        return number == self.nearest(number)
+
+    def nearest(self, number: int) -> int:
+        """The number that there may be which is closest to this one."""
+        return min(max(number, self.min), self.most)
 
     @property
     def most(self) -> int:
@@ -147,13 +147,13 @@ class EngineConfig(Strict):
     certificate: str | None = None
     model: str | None = None
     served_model_name: str | None = None
-    adapters: dict[Name, str] = {}
+    adapters: dict[Name, str] = Field(default={})
     priority: bool | None = None
     port: Port | None = None
     url: Url | None = None
     python: str | None = None
     vllm_args: tuple[Argument, ...] = ()
-    env: dict[str, Argument] = {}
+    env: dict[str, Argument] = Field(default={})
     command: Annotated[tuple[Argument, ...], Field(min_length=1)] | None = None
     profile: str | None = None
 

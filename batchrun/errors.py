@@ -6,6 +6,7 @@
         ConfigError              exit 2   HTTP 400   batchrun.yaml, a flag or BATCHRUN_*
         DataError                exit 2   HTTP 400   an input file cannot be read as described
           MissingObjectError     exit 2   HTTP 404   object storage has no such object
+          MixedTypesError        exit 2   HTTP 400   files have a column in types that share none
         UnknownJobError          exit 2   HTTP 404
         QuotaError               exit 2   HTTP 429   more than an API key may have at once
       DaemonUnavailableError     exit 3   HTTP 503   the command needs `batchrun up`
@@ -75,6 +76,10 @@ class MissingObjectError(DataError):
     """Object storage has no object of this name."""
 
     http_status = 404
+
+
+class MixedTypesError(DataError):
+    """The files of an input have a column in types whose values do not go together."""
 
 
 class UnknownJobError(InputError):

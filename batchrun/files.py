@@ -162,11 +162,12 @@ def replacing(
     Passes the failpoint `before_rename`. What writers of `path` left that were killed goes first:
     nobody holds its lock. Raises OSError.
     """
-    for left in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
+    name = name_of(path.name)
+    for left in path.parent.glob(f".{glob.escape(name)}.*.part"):
         with suppress(OSError), left.open("r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             left.unlink()
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
+    temporary = path.with_name(f".{name}.{secrets.token_hex(8)}.part")
     try:
         with _locked(temporary, mode) as new:
             yield new
@@ -182,8 +183,6 @@ def replacing(
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _TOO_MANY = frozenset({errno.EMFILE, errno.ENFILE})
-
-
 PRIVATE_MODE = 0o600
 """Of files that hold what callers sent or got: their owner's alone."""
 
@@ -445,7 +444,7 @@ def scheme_of(url: str) -> str:
 
 
 def name_of(url: str) -> str:
-    """The last part of an object's key, or the end of a long one: what a copy of it is called."""
+    """The last part of a key or a path, or the end of a long one: what a copy of it is called."""
     name = url.rpartition("/")[2].encode("utf-8", "replace")
     return name[-MAX_NAME_BYTES:].decode("utf-8", "ignore")
 
@@ -459,14 +458,15 @@ def check_place(place: str) -> str:
         return place
     if "\0" in place:
         raise ValueError(f"{place!r}: a path holds no null character")
-    try:
-        Path(place).expanduser()
-    except RuntimeError:
-        name = place.partition("/")[0]
-        raise ValueError(
-            f"{place!r}: no user {name!r}; a file of such a name is ./{name}"
-        ) from None
+    name = place.partition("/")[0]
+    if absolute(Path(), name).startswith("~"):
+        raise ValueError(f"{place!r}: no user {name!r}; a file of such a name is ./{name}")
     return place
+
+
+def absolute(folder: Path, place: str) -> str:
+    """A path from `folder` on; of `~`, which pathlib finds in ./~ too, the user's home."""
+    return os.path.normpath(folder / os.path.expanduser(place))  # noqa: PTH111
 
 
 def check_prefix(url: str) -> str:

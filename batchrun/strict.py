@@ -12,12 +12,13 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
-from pydantic import BaseModel, ValidationError
-from pydantic_core import from_json
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError, from_json
 from ruamel.yaml import YAML
 from ruamel.yaml.constructor import DuplicateKeyError
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
@@ -80,6 +81,8 @@ def _check_size(text: bytes, times: int) -> None:
 
 
 M = TypeVar("M", bound=BaseModel)
+NOTHING = re.compile(r"(?!)")
+_NUMBERS = {"tag:yaml.org,2002:int", "tag:yaml.org,2002:float"}
 
 FILE_LIMIT_BYTES = 1 << 20
 NODE_LIMIT = 100_000
@@ -125,24 +128,54 @@ class Document:
         return f"{prefix}: {key}" if key else prefix
 
 
+class Strict(BaseModel):
+    """Refuses keys that it does not know, and true and false for numbers; does not change."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_switch_is_a_number(cls, value: object, info: ValidationInfo) -> object:
+        if isinstance(value, bool):
+            kinds = set(_kinds_in(cls.model_fields[info.field_name or ""].annotation))
+            if kinds & {int, float} and bool not in kinds:
+                raise PydanticCustomError("float_type", "must be a number")
+        return value
+
+
+def _kinds_in(annotation: object) -> Iterator[object]:
+    yield annotation
+    for part in get_args(annotation):
+        yield from _kinds_in(part)
+
+
 def load_strict(
-    path: Path, model: type[M], error: type[InputError], *, context: object = None
+    path: Path,
+    model: type[M],
+    error: type[InputError],
+    *,
+    context: object = None,
+    verbatim: re.Pattern[str] = NOTHING,
 ) -> M:
     """Reads `path` as YAML and checks it against `model` (which should forbid extra keys).
 
     Raises `error` with one line, `FILE:LINE: KEY: what is wrong`, for the first problem. The
     validators of `model` find `context` in their `info`.
     """
-    return validate_document(read_document(path, error), model, error, context=context)
+    document = read_document(path, error, verbatim=verbatim)
+    return validate_document(document, model, error, context=context)
 
 
-def read_document(path: Path, error: type[InputError]) -> Document:
-    """Reads a YAML mapping with its line numbers; raises `error` with one line."""
+def read_document(
+    path: Path, error: type[InputError], *, verbatim: re.Pattern[str] = NOTHING
+) -> Document:
+    """Reads a YAML mapping with its line numbers; raises `error` with one line.
+
+    Numbers under dotted keys that `verbatim` matches are the text that stands there.
+    """
     text = _read_text(path, error)
     try:
-        values = YAML(typ="safe", pure=True).load(text)
-        node = YAML(typ="safe", pure=True).compose(text)
-        lines = dict(_walk(node)) if isinstance(node, MappingNode) else {}
+        values, lines = _parsed(text, verbatim)
     except YAMLError as failure:
         is_double = isinstance(failure, DuplicateKeyError)
         if not is_double and (tab := _tab_line(text)) is not None:
@@ -157,29 +190,49 @@ def read_document(path: Path, error: type[InputError]) -> Document:
     if not isinstance(values, dict):
         raise error(f"{path}:1: the file must be a mapping of keys to values, for example 'a: 1'")
     if not _ESCAPE.search(text):
-        return Document(path, values, {"": 1, **lines})
+        return Document(path, values, lines)
     try:
         paired = _paired(values)
         lines = {_joined(key, ""): line for key, line in lines.items()}
-    except _HalfCharacterError as half:
-        where = Document(path, values, {"": 1, **lines}).where(str(half))
-        raise error(f"{where}: a \\u escape is half a character; write the character") from None
-    return Document(path, paired, {"": 1, **lines})
+    except _EscapeError as wrong:
+        key, what = wrong.args
+        where = Document(path, values, lines).where(key)
+        raise error(f"{where}: {what}") from None
+    return Document(path, paired, lines)
 
 
-_ESCAPE = re.compile(r"\\(?:u|U0000)[dD][89a-fA-F]")
-"""Half of an escaped character beyond 16 bits, of which JSON makes two."""
+_MERGED = re.compile(r"(?:^|\.)<<(?:\[\d+\])?(?=\.|$)")
 
 
-class _HalfCharacterError(Exception):
-    """Text holds a surrogate without its other half; says the dotted key."""
+def _parsed(text: str, verbatim: re.Pattern[str]) -> tuple[Any, dict[str, int]]:
+    """The values, and the lines of the keys."""
+    yaml = YAML(typ="safe", pure=True)
+    node = yaml.compose(text)
+    lines = {"": 1}
+    for place, line, child in _walk(node) if isinstance(node, MappingNode) else ():
+        key = _MERGED.sub("", place).lstrip(".")
+        lines.setdefault(key, line)
+        if child.tag in _NUMBERS and verbatim.match(key):
+            child.tag = "tag:yaml.org,2002:str"
+    return None if node is None else yaml.constructor.construct_document(node), lines
+
+
+_ESCAPE = re.compile(r"\\(?:(?:u|U0000)[dD][89a-fA-F]|0|x00|u0000|U00000000)")
+"""A null character, or half of an escaped character beyond 16 bits, of which JSON makes two."""
+
+
+class _EscapeError(Exception):
+    """Text holds a null, or a surrogate without its other half: the dotted key, what is wrong."""
 
 
 def _joined(text: str, key: str) -> str:
+    if "\0" in text:
+        raise _EscapeError(key, "holds a null character; take it out")
     try:
         return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le")
     except UnicodeDecodeError:
-        raise _HalfCharacterError(key) from None
+        half = "a \\u escape is half a character; write the character"
+        raise _EscapeError(key, half) from None
 
 
 def _paired(value: Any, key: str = "") -> Any:
@@ -272,7 +325,7 @@ class _TooManyNodesError(Exception):
     """The document expands to more nodes than anybody writes by hand."""
 
 
-def _walk(root: Node) -> Iterator[tuple[str, int]]:
+def _walk(root: Node) -> Iterator[tuple[str, int, Node]]:
     stack: list[tuple[str, Node, int]] = [("", root, 0)]
     num_nodes = 0
     while stack:
@@ -281,17 +334,20 @@ def _walk(root: Node) -> Iterator[tuple[str, int]]:
         if num_nodes > NODE_LIMIT or depth > DEPTH_LIMIT:
             raise _TooManyNodesError
         for child_key, line, child in _children(key, node):
-            yield child_key, line
+            yield child_key, line, child
             stack.append((child_key, child, depth + 1))
 
 
 def _children(key: str, node: Node) -> Iterator[tuple[str, int, Node]]:
+    """Each made a node of its own: that of an alias is its anchor's."""
     if isinstance(node, MappingNode):
+        node.value = [(name, copy(value)) for name, value in node.value]
         for name, value in node.value:
             if isinstance(name, ScalarNode):
                 child_key = f"{key}.{name.value}" if key else str(name.value)
                 yield child_key, name.start_mark.line + 1, value
     elif isinstance(node, SequenceNode):
+        node.value = list(map(copy, node.value))
         for index, value in enumerate(node.value):
             yield f"{key}[{index}]", value.start_mark.line + 1, value
 

@@ -13,6 +13,7 @@ import os
 import platform
 import re
 import resource
+import shlex
 import subprocess
 import sys
 import time
@@ -212,8 +213,8 @@ def _command() -> str:
     """How this program was started, but for the file that it writes."""
     started = Path(sys.argv[0])
     module = started.parent.name if started.stem == "__main__" else started.stem
-    arguments = re.sub(r" --json[ =]\S+", "", " ".join(["", *sys.argv[1:]]))
-    return f"python -m benchmarks.{module}{arguments}"
+    arguments = re.sub(r" --json[ =]\S+", "", f" {shlex.join(sys.argv[1:])}")
+    return f"python -m benchmarks.{module}{arguments.rstrip()}"
 
 
 def _git(*arguments: str) -> str:

@@ -12,7 +12,7 @@ from engine_builders import fake_settings
 from batchrun.engine.agent.engine import AgentEngine
 from batchrun.engine.agent.remote import AgentAddress, AgentClient
 from batchrun.engine.agent.server import Agent, AgentSettings
-from batchrun.engine.engine import ManagedEngine
+from batchrun.engine.engine import AttachedEngine, ManagedEngine
 from batchrun.mutual_tls import read_or_make_secret, server_context
 from benchmarks.deployment import free_port
 
@@ -32,10 +32,13 @@ class AgentRig:
 
     @asynccontextmanager
     async def running(
-        self, certificate: Path | None = None, key: Path | None = None
+        self,
+        certificate: Path | None = None,
+        key: Path | None = None,
+        beside: AttachedEngine | None = None,
     ) -> AsyncIterator[Agent]:
-        """The agent, until the block ends; its engine is ready."""
-        engine = ManagedEngine(self.engine_settings)
+        """The agent, until the block ends; its engine is ready, and `beside` it or its own."""
+        engine = beside or ManagedEngine(self.engine_settings)
         self.channel.parent.mkdir(exist_ok=True)
         settings = AgentSettings(
             name="fake",

@@ -143,7 +143,8 @@ def view(
         "private_blocks": lambda r: _kv(r).private_blocks,
         "is_ready": lambda _: True,
     }
-    return EngineView(**given | fields)
+    fields = given | fields
+    return EngineView(**{"alone_model": fields["model"]} | fields)
 
 
 def plan_of(engine: EngineView, policy_name: str = "echo") -> Plan:

@@ -125,6 +125,7 @@ class _Drawing:
             now_s=NOW_S,
             rest_s=self._draw(st.sampled_from([0.0, 0.03, 0.2])),
             model=self._draw(st.sampled_from(MODELS)),
+            alone_model=self._draw(st.sampled_from(MODELS)),
             online_running=online,
             online_waiting=[self._waiting(RequestClass.ONLINE, engine) for _ in range(self._few())],
             offline_running=offline,

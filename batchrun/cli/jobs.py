@@ -87,11 +87,14 @@ def submit(
         if value:
             raise InputError(f"{option} says what --dry-run is to assume; give --dry-run too")
     job = prepare(file, home, continue_from)
-    if wait and not DaemonClient(home).is_running():
-        raise DaemonUnavailableError(
-            f"{file} was not submitted: no daemon runs to wait for; start one with "
-            f"`batchrun up -d`, or use `batchrun run {file}`"
+    if wait and not (client := DaemonClient(home)).is_running():
+        none_runs = (
+            "no daemon runs to wait for; start one with `batchrun up -d`, or use "
+            f"`batchrun run {file}`"
         )
+        silence = client.describe_silence()
+        why = none_runs if silence is None else f"{silence}; `batchrun down` ends it"
+        raise DaemonUnavailableError(f"{file} was not submitted: {why}")
     warnings = unfit_submission(job, home, read_deployment(None))
     for line in warnings:
         note(line)
@@ -201,9 +204,13 @@ def run(
         note(f"interrupted; `batchrun run {file}` goes on where it was")
         raise
     except DaemonUnavailableError as error:
+        goes_on = f"`batchrun run {file}` goes on where it was"
+        if (silence := DaemonClient(home).describe_silence()) is not None:
+            raise DaemonUnavailableError(
+                f"{silence}; `batchrun down` ends it, then {goes_on}"
+            ) from error
         raise DaemonUnavailableError(
-            f"the daemon ended while the job ran; `batchrun run {file}` goes on where it was "
-            f"(log: {home.log / 'daemon.log'})"
+            f"the daemon ended while the job ran; {goes_on} (log: {home.log / 'daemon.log'})"
         ) from error
 
 

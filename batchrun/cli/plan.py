@@ -162,7 +162,7 @@ def plan(
         max_engines,
         windows,
         None if window is None else _seconds("--window", window),
-        0.0 if submit_at is None else _seconds("--submit-at", submit_at),
+        0.0 if submit_at in {None, "0", "0s"} else _seconds("--submit-at", submit_at),
         draws,
         seed,
         drawn if detect_format(trace).has_rates else None,

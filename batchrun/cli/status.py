@@ -380,25 +380,35 @@ def _job_list(picture: dict[str, Any], most_ended: int | None) -> Iterator[Rende
 
 
 def _job_table(views: list[dict[str, Any]], *, waits: str | None) -> Table:
+    """All digits have room: the hit rate and the speed give way where there is too little."""
+    rows = [
+        {
+            "job": view["id"],
+            "name": view["name"],
+            "state": _state(view, waits=waits),
+            "done": f"{view['num_completed']:,}",
+            "failed": f"{view['num_failed']:,}",
+            "rows": f"{view['num_rows']:,}",
+            "%": f"{num_done(view) / view['num_rows']:.0%}" if view["num_rows"] else "-",
+            "rows/s": f"{view['rows_per_s']:.1f}" if view["rows_per_s"] else "-",
+            "ETA": _eta(view),
+            "hit rate": figure(view["hit_rate"], "{:.0%}"),
+        }
+        for view in views
+    ]
+    words = {name: " ".join([name, *(row[name] for row in rows)]).split() for name in rows[0]}
+    widths = {name: max(map(len, each)) for name, each in words.items()} | {"name": 6}
+    widths["state"] = min(widths["state"], 10)
+    for name in ("hit rate", "rows/s"):
+        if sum(widths.values()) + 2 * len(widths) > out.width:
+            del widths[name]
     table = Table(box=None, header_style="bold")
-    table.add_column("job", min_width=14)
-    table.add_column("name", overflow="fold")
-    table.add_column("state", min_width=10)
-    for heading in ("done", "failed", "rows", "%", "rows/s", "ETA", "hit rate"):
-        table.add_column(heading, justify="right")
-    for view in views:
-        table.add_row(
-            view["id"],
-            view["name"],
-            _state(view, waits=waits),
-            f"{view['num_completed']:,}",
-            f"{view['num_failed']:,}",
-            f"{view['num_rows']:,}",
-            f"{num_done(view) / view['num_rows']:.0%}" if view["num_rows"] else "-",
-            f"{view['rows_per_s']:.1f}" if view["rows_per_s"] else "-",
-            _eta(view),
-            figure(view["hit_rate"], "{:.0%}"),
-        )
+    for name, width in widths.items():
+        is_text, is_whole = name in {"job", "name", "state"}, name not in {"name", "state", "ETA"}
+        table.add_column(name, min_width=width, no_wrap=is_whole, overflow="fold")
+        table.columns[-1].justify = "left" if is_text else "right"
+    for row in rows:
+        table.add_row(*(row[name] for name in widths))
     return table
 
 

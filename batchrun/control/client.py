@@ -35,6 +35,12 @@ class DaemonClient:
     def __init__(self, home: Home, *, timeout_s: float = TIMEOUT_S) -> None:
         self._home = home
         self._timeout_s = timeout_s
+        self._may_have_heard = True
+
+    @property
+    def may_have_heard(self) -> bool:
+        """Whether the daemon may have got the last call, which had no answer."""
+        return self._may_have_heard
 
     def get(self, path: str) -> JsonDocument:
         """GET a control route."""
@@ -67,11 +73,16 @@ class DaemonClient:
         told: JsonDocument = json.loads(answer.text)
         return told
 
-    def is_silent(self) -> bool:
-        """Whether the daemon that is not heard lives: it hangs, or only just begins to lead."""
+    def describe_silence(self) -> str | None:
+        """A few words on the daemon that gave the last call no answer, if it lives: it hangs, or
+        takes none."""
         address = self._home.read_daemon_address()
-        holder = StoreLock(self._home.store_lock).find_holder()
-        return address is not None and holder == address.pid
+        if address is None or StoreLock(self._home.store_lock).find_holder() != address.pid:
+            return None
+        runs = f"the daemon of {self._home.path} (pid {address.pid}) runs and"
+        if not self._may_have_heard:
+            return f"{runs} takes no calls, as while it starts or stops"
+        return f"{runs} gave no answer within {self._timeout_s:g} s"
 
     def _call(self, method: str, path: str, document: Mapping[str, object] | None) -> JsonDocument:
         try:
@@ -84,12 +95,10 @@ class DaemonClient:
     def _ask_here(
         self, method: str, path: str, document: Mapping[str, object] | None
     ) -> JsonDocument:
-        missing = DaemonUnavailableError(
-            f"no daemon runs for {self._home.path}; start one with `batchrun up -d`"
-        )
+        self._may_have_heard = False
         address = self._home.read_daemon_address()
         if address is None:
-            raise missing
+            raise self._missing(method)
         request = urllib.request.Request(
             address.url + CONTROL_PREFIX + path,
             method=method,
@@ -106,7 +115,19 @@ class DaemonClient:
         except urllib.error.HTTPError as error:
             raise _as_our_error(error.code, error.read()) from error
         except (OSError, ValueError, http.client.HTTPException) as error:
-            raise missing from error
+            cause = getattr(error, "reason", error)
+            self._may_have_heard = not isinstance(cause, ConnectionRefusedError)
+            raise self._missing(method) from error
+
+    def _missing(self, method: str) -> DaemonUnavailableError:
+        if (silence := self.describe_silence()) is None:
+            return DaemonUnavailableError(
+                f"no daemon runs for {self._home.path}; start one with `batchrun up -d`"
+            )
+        if not self._may_have_heard:
+            return DaemonUnavailableError(f"{silence}; try again")
+        told = "" if method == "GET" else "it may do what was asked all the same, "
+        return DaemonUnavailableError(f"{silence}; {told}`batchrun down` ends it")
 
 
 def _as_our_error(status: int, text: str | bytes) -> BatchrunError:

@@ -249,7 +249,7 @@ def _view_of(client: DaemonClient, job_id: str) -> dict[str, Any]:
             return client.get(f"/jobs/{job_id}")
         except DaemonUnavailableError:
             deadline_s = min(deadline_s, time.monotonic() + SILENCE_PATIENCE_S)
-            if time.monotonic() > deadline_s or not client.is_silent():
+            if time.monotonic() > deadline_s or not client.describe_silence():
                 raise
         time.sleep(POLL_INTERVAL_S)
 

@@ -7,6 +7,7 @@ shared `flock` while it needs the deployment, so that one which was killed count
 from __future__ import annotations
 
 import fcntl
+import os
 import signal
 import threading
 import time
@@ -14,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
+from weakref import WeakSet
 
 from batchrun.control.client import DaemonClient
 from batchrun.control.following import ProgressBar
@@ -29,6 +31,18 @@ from batchrun.errors import BatchrunError
 from batchrun.files import try_lock
 from batchrun.home import Home
 
+_lock_files: WeakSet[IO[bytes]] = WeakSet()
+
+
+def _close_inherited() -> None:
+    """A forked process shares the open files, and would hold their locks for as long as it lives.
+    Closing them there leaves them to the process that took them."""
+    for file in _lock_files:
+        file.close()
+
+
+os.register_at_fork(after_in_child=_close_inherited)
+
 
 @contextmanager
 def deployment_up(
@@ -40,7 +54,7 @@ def deployment_up(
     Raises what made the daemon give up, as one line.
     """
     home.create()
-    with (home.run / "calls.lock").open("ab") as calls:
+    with _lock_file(home.run / "calls.lock") as calls:
         _wait_for(calls, fcntl.LOCK_SH, "stops the deployment", is_shown=is_shown)
         try:
             with in_turn(home.run / "start.lock", is_shown=is_shown):
@@ -58,7 +72,7 @@ def in_turn(
     path: Path, others: str = "starts or stops the deployment", *, is_shown: bool = True
 ) -> Iterator[None]:
     """One thread of one process at a time, by a lock on a file; what `others` do is shown."""
-    with path.open("ab") as file:
+    with _lock_file(path) as file:
         _wait_for(file, fcntl.LOCK_EX, others, is_shown=is_shown)
         yield
 
@@ -108,6 +122,12 @@ def _ran_before(home: Home) -> set[str] | None:
 
 def _note(home: Home) -> Path:
     return home.run / "started-for-calls"
+
+
+def _lock_file(path: Path) -> IO[bytes]:
+    file = path.open("ab")
+    _lock_files.add(file)
+    return file
 
 
 def _wait_for(file: IO[bytes], kind: int, others: str, *, is_shown: bool) -> None:

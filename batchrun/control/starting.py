@@ -80,10 +80,10 @@ def start_in_background(
 
     Raises what made the daemon give up, as one line; then nothing runs that did not run before.
     """
-    if DaemonClient(home, timeout_s=ANSWER_WAIT_S).is_running():
+    client = DaemonClient(home, timeout_s=ANSWER_WAIT_S)
+    if client.is_running():
         raise StateError(f"a daemon runs already for {home.path}; stop it with `batchrun down`")
-    silence = describe_silence(home, ANSWER_WAIT_S)
-    if silence is not None:
+    if (silence := client.describe_silence()) is not None:
         raise StateError(f"{silence}; `batchrun down` ends it")
     check_limits(DAEMON)
     home.create()
@@ -175,17 +175,6 @@ def _remember_start(home: Home, took_s: float) -> None:
     if took_s >= LEAST_START_S:
         with suppress(OSError):
             home.last_start.write_text(f"{took_s:.1f}")
-
-
-def describe_silence(home: Home, waited_s: float = LOOK_WAIT_S) -> str | None:
-    """A few words on the daemon of a home, which did not answer for so long, if it lives."""
-    address = home.read_daemon_address()
-    if address is None or not DaemonClient(home).is_silent():
-        return None
-    return (
-        f"the daemon of {home.path} (pid {address.pid}) runs and gave no answer within "
-        f"{waited_s:g} s"
-    )
 
 
 def find_running(home: Home) -> set[str]:

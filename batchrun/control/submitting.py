@@ -13,11 +13,13 @@ from urllib.parse import quote
 from batchrun.control.client import DaemonClient
 from batchrun.control.following import ProgressBar, note
 from batchrun.control.lending import in_turn
-from batchrun.control.starting import LOOK_WAIT_S, describe_silence, read_deployment
+from batchrun.control.starting import LOOK_WAIT_S, read_deployment
 from batchrun.errors import (
+    BatchrunError,
     DaemonUnavailableError,
     JobSpecError,
     NotLeadingError,
+    StoreLockedError,
     UnknownJobError,
 )
 from batchrun.files import StoreLock, is_url
@@ -121,7 +123,7 @@ def hand_over(job: NewJob, home: Home) -> tuple[str, bool]:
     """Give a job to the daemon, or to the store when none runs; returns (id, it waits).
 
     Where another daemon leads on the database, it gets the job. Raises NotLeadingError for one
-    whose input only this home has.
+    whose input only this home has, BatchrunError where a daemon hangs that may have taken it.
     """
     client = DaemonClient(home)
     try:
@@ -133,6 +135,14 @@ def hand_over(job: NewJob, home: Home) -> tuple[str, bool]:
             return _add_to_store(job, home), True
         except NotLeadingError as error:
             leader = error
+        except StoreLockedError:
+            silence = client.describe_silence()
+            if silence is None or not client.may_have_heard:
+                raise
+            raise BatchrunError(
+                f"{silence}; once it answers, `batchrun status {job.id}` tells whether it took the "
+                "job"
+            ) from None
     inputs = [file.path for file in InputPin.model_validate_json(job.pin).files]
     if any(is_url(path) or Path(path).is_relative_to(home.path) for path in inputs):
         raise NotLeadingError(f"{leader}: the input of {job.name} lies in this home")
@@ -163,6 +173,15 @@ class SameJob:
         return is_done and self.record.results_removed_at is None
 
     @property
+    def goes_on(self) -> bool:
+        """Whether it has not ended, nor is about to be cancelled or expire."""
+        ends_as, expires_at = self.record.ends_as, self.record.expires_at
+        if ends_as is None and expires_at is not None and expires_at <= time.time():
+            return False
+        is_cut_short = ends_as in {JobState.CANCELLED, JobState.EXPIRED}
+        return not self.record.state.is_terminal and not is_cut_short
+
+    @property
     def may_continue(self) -> bool:
         """Whether it has ended, and a new job can take over the answers it has."""
         return self.record.state.is_terminal and self.record.results_removed_at is None
@@ -176,7 +195,8 @@ def find_same(
     if not home.has_store:
         return None
     with closing(open_store(home.store_location)) as store:
-        alike = jobs.list_alike(store, job.content_hash)
+        older_hash = JobSpec.model_validate_json(job.spec).limits_hash()
+        alike = jobs.list_alike(store, job.content_hash, older_hash)
     content = _content_of(job)
     same = (_same_job(record) for record in alike if _content_of(record) == content)
     return next(filter(fits, same), None)
@@ -184,14 +204,21 @@ def find_same(
 
 def find_or_add(job: NewJob, home: Home, *, is_shown: bool = True) -> tuple[str, bool]:
     """The id of the unfinished job with this very content, or of a new one, and whether it is new;
-    of equal ones at once one is added. Says which keys the old one has otherwise, and keeps."""
+    of equal ones at once one is added. Says which keys the old one has otherwise, and keeps. What
+    continues another job is the same only as what continues it too."""
+    new = JobSpec.model_validate_json(job.spec)
+
+    def fits(same: SameJob) -> bool:
+        old = JobSpec.model_validate_json(same.record.spec)
+        return same.goes_on and new.continue_from in {None, old.continue_from}
+
     with in_turn(home.run / "submissions.lock", "submits a file", is_shown=is_shown):
-        same = find_same(job, home, lambda each: not each.record.state.is_terminal)
+        same = find_same(job, home, fits)
         if same is None:
             return hand_over(job, home)[0], True
-    old, new = map(JobSpec.model_validate_json, (same.record.spec, job.spec))
+    old = JobSpec.model_validate_json(same.record.spec)
     kept = [key for key in ASIDE if getattr(old, key) != getattr(new, key)]
-    if kept and is_shown:
+    if kept:
         note(
             f"{same.record.id} goes on with its own {', '.join(kept)}; to change that, cancel it "
             f"and submit the file with --continue-from {same.record.id}"
@@ -222,9 +249,13 @@ def view_jobs(home: Home, job: str | None = None) -> dict[str, Any]:
     `job`, which is as in `jobs.get`, of that one alone. Raises UnknownJobError."""
     picture = _view_jobs(home, job)
     if job is not None:
-        views, is_prefix = picture["jobs"], len(job) >= jobs.LEAST_PREFIX_CHARS
-        by_id = [view for view in views if is_prefix and view["id"].startswith(job)]
-        meant = by_id or [view for view in views if view["name"] == job]
+        views = picture["jobs"]
+        is_prefix = len(job.partition("_")[2]) >= jobs.LEAST_PREFIX_CHARS
+        meant = (
+            [view for view in views if view["id"] == job]
+            or [view for view in views if view["name"] == job]
+            or [view for view in views if is_prefix and view["id"].startswith(job)]
+        )
         if not meant:
             raise UnknownJobError(f"{job}: no such job; `batchrun status` lists the jobs")
         picture["jobs"] = meant[-1:]
@@ -233,10 +264,11 @@ def view_jobs(home: Home, job: str | None = None) -> dict[str, Any]:
 
 def _view_jobs(home: Home, job: str | None) -> dict[str, Any]:
     asked = "" if job is None else f"?job={quote(job, safe='')}"
+    client = DaemonClient(home, timeout_s=LOOK_WAIT_S)
     try:
-        return DaemonClient(home, timeout_s=LOOK_WAIT_S).get(f"/status{asked}")
+        return client.get(f"/status{asked}")
     except DaemonUnavailableError:
-        silence = describe_silence(home)
+        silence = client.describe_silence()
     views: dict[str, object] = {"jobs": [], "num_more_ended": 0}
     if home.has_store:
         from batchrun.daemon.view import view_stored

@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 from batchrun.config import TimeoutsConfig
 from batchrun.daemon.dispatcher import Dispatcher
@@ -54,6 +55,7 @@ log = logging.getLogger(__name__)
 DEADLINE_CHECK_S = 1.0
 CLEAN_STOP_S = 8.0
 SWITCH_SETTING = "offline"
+DEFAULT_MODEL_SETTING = "default_model"
 SIT_OUT_S = 30.0
 """So long rows may sit in an engine while offline work is off; then they are taken back."""
 LIVE_STATES = (JobState.VALIDATING, JobState.RUNNING, JobState.FINALIZING, JobState.CANCELLING)
@@ -97,6 +99,7 @@ class Daemon:
     spent: EngineSeconds = field(init=False)
     _commands: asyncio.Lock = field(default_factory=asyncio.Lock)
     _sit_out_until_s: float = math.inf
+    _kept_default: object = None
     _opening: dict[int, JobRecord] = field(default_factory=dict)
     _expiring: set[int] = field(default_factory=set)
     _left_over: Sequence[JobRecord] = field(init=False)
@@ -136,6 +139,10 @@ class Daemon:
         self.steering = Steering(links, epoch, self.dispatcher.jobs.keys)
         is_on = bool(jobs.read_setting(self.store, SWITCH_SETTING, True))
         self.dispatcher.is_offline_on = self.steering.is_offline_on = is_on
+        self._kept_default = jobs.read_setting(self.store, DEFAULT_MODEL_SETTING, None)
+        for slot in self.slots:
+            kept = cast(list[str] | None, self._kept_default)
+            slot.last_model = kept[1] if kept and kept[0] == slot.engine.name else None
         self._left_over = jobs.list_jobs(self.store, only=LIVE_STATES)
         self.spent = EngineSeconds(self.store)
         self.spent.load()
@@ -163,6 +170,7 @@ class Daemon:
                 await self._expire_overdue()
                 await self._take_back_rows()
                 await self._count_engine_time()
+                await self._keep_default_model()
                 for outlook in self.dispatcher.assigner.turns.take_news():
                     log.warning("%s %s", outlook.job_id, outlook)
                 await asyncio.wait([self._tasks.failure], timeout=DEADLINE_CHECK_S)
@@ -171,14 +179,32 @@ class Daemon:
         finally:
             await self._stop()
 
+    async def _keep_default_model(self) -> None:
+        """Rows that name no model go on with the same one after a restart, whoever answers then."""
+        first = next((slot for slot in self.slots if not slot.is_off and slot.models), None)
+        if first is None or not first.models or first.default_from is not None:
+            return
+        kept = [first.engine.name, first.models[0]]
+        if kept != self._kept_default:
+            with suppress(StoreError):
+                write = partial(jobs.write_setting, self.store, DEFAULT_MODEL_SETTING, kept)
+                await asyncio.to_thread(write)
+                self._kept_default = kept
+
     def check_model(self, model: str) -> None:
-        """Raises InputError when every engine has told its models, and this is none of them."""
-        known = [slot.models for slot in self.slots if not slot.is_off]
+        """Raises InputError when every engine that has not failed has told its models, and this is
+        none of them."""
+        known = [slot.models for slot in self.slots if not slot.is_lost]
         if model == DEFAULT_MODEL or not known or not all(known):
             return
         names = sorted({name for models in known for name in models or ()})
-        if model not in names:
-            raise InputError(f"model: no engine serves {model!r}; they serve {', '.join(names)}")
+        if model in names:
+            return
+        lost = [slot.engine.name for slot in self.slots if slot.is_lost and not slot.is_off]
+        failed = f"; failed: {', '.join(lost)}, see `batchrun status`" if lost else ""
+        raise InputError(
+            f"model: no engine serves {model!r}; they serve {', '.join(names)}{failed}"
+        )
 
     async def submit(self, job: NewJob) -> JobRecord:
         """Add a job; when this returns, the job survives any crash. Raises InputError for a model

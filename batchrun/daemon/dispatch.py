@@ -12,8 +12,10 @@ neither online calls nor other rows suffer when it dies again.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any, Generic
 
 from batchrun.daemon.faults import SOLO, TrialEngine
@@ -299,8 +301,20 @@ class Assigner(Generic[JobT, SlotT]):
 
     def _tell_turns(self, now_s: float) -> None:
         self.turns.now_s = now_s
+        speeds = self._speeds()
         for pool, is_saturated in self._saturated.items():
-            self.turns.observe(now_s, is_saturated=is_saturated, pool=pool)
+            self.turns.observe(now_s, is_saturated=is_saturated, pool=pool, speed=speeds[pool])
+
+    def _speeds(self) -> Mapping[int, float]:
+        """How fast the engines of each pool are that may run rows. One whose speed nobody knew
+        beforehand is as fast as the others, on average."""
+        given = [slot.load.first_speed for slot in self.slots]
+        known = [speed for speed in given if speed is not None] or [1.0]
+        usual, speeds = fmean(known), defaultdict[int, float](float)
+        for slot, pool, speed in zip(self.slots, self._pools, given, strict=False):
+            if slot.is_usable:
+                speeds[pool] += usual if speed is None else speed
+        return speeds
 
     def settle(
         self, assignment: Assignment[JobT, SlotT], usage: Usage, *, is_ok: bool = True

@@ -51,7 +51,8 @@ log = logging.getLogger(__name__)
 Engine = ManagedEngine | AttachedEngine | AgentEngine
 """An engine as the daemon sees it, whoever starts it."""
 
-ANSWER_WAIT_S = 2.0
+ANSWER_WAIT_S, LAG_S = 2.0, 1.0
+"""What is heard of an engine within `LAG_S` after its answer may be older than that."""
 HISTORY_S, HISTORY_STEP_S = 30.0, 1.0
 
 
@@ -67,6 +68,7 @@ class EngineLink:
         self.name = name
         self._wire = wire
         self._latest: tuple[float, Telemetry] | None = None
+        self._said_s = -math.inf
         self._history: deque[tuple[float, Telemetry]] = deque()
         self._answer: tuple[float, Answer] | None = None
         self._awaited: dict[int, asyncio.Future[Answer]] = {}
@@ -80,7 +82,7 @@ class EngineLink:
         if self._latest is None or time.monotonic() - self._latest[0] > STALE_S:
             return None
         telemetry = self._latest[1]
-        if self._answer is None or self._answer[0] <= telemetry.sent_at:
+        if self._answer is None or self._answer[0] + LAG_S <= self._said_s:
             return telemetry
         answer = self._answer[1]
         return msgspec.structs.replace(
@@ -142,14 +144,13 @@ class EngineLink:
             return None
         finally:
             del self._awaited[orders.number]
-        self._answer = (time.time(), answer)
+        self._answer = (time.monotonic(), answer)
         return answer
 
     def _hear_answer(self, message: bytes) -> None:
         with suppress(ValueError):
             answer = read_message(message, Answer)
-            answered = self._awaited.get(answer.number)
-            if answered is not None and not answered.done():
+            if (answered := self._awaited.get(answer.number)) and not answered.done():
                 answered.set_result(answer)
 
     def _hear_telemetry(self, on_start: Callable[[], None], message: bytes) -> None:
@@ -171,6 +172,8 @@ class EngineLink:
         self._history.clear()
 
     def _remember(self, now_s: float, telemetry: Telemetry) -> None:
+        if self._latest is None or self._latest[1].sent_at != telemetry.sent_at:
+            self._said_s = now_s
         self._latest = (now_s, telemetry)
         history = self._history
         if not history or now_s - history[-1][0] >= HISTORY_STEP_S:
@@ -346,12 +349,15 @@ class Slot(EngineSlot):
     what it ran. `kv` is None until the engine has answered; so are its `models` where there are
     several engines; `expected_model` is the one that batchrun.yaml has it serve. `accused` are the
     rows that it may have died of, None until that was looked into. `drained_for`: why it is emptied
-    and gets no new work.
+    and gets no new work. `default_from`: the engine that is to tell `default_model` yet;
+    `last_model` is the one that it told an earlier daemon.
     """
 
     engine: Engine
     uses_priority: bool
     default_model: str | None = None
+    default_from: Slot | None = None
+    last_model: str | None = None
     expected_model: str | None = None
     hint_nonce: str | None = None
     link: EngineLink | None = None
@@ -402,10 +408,10 @@ class Slot(EngineSlot):
 
         `default_model` is what rows without a model of their own get.
         """
-        if self.models is None:
+        named = self.default_model if model == DEFAULT_MODEL else model
+        if self.models is None or (named is None and self.default_from is not None):
             return False
-        asked = self.default_model if model == DEFAULT_MODEL else model
-        return not self.models or asked in self.models
+        return not self.models or named in self.models
 
     @property
     def block_tokens(self) -> int | None:
@@ -414,15 +420,12 @@ class Slot(EngineSlot):
 
     @property
     def num_running(self) -> int:
-        telemetry = self._telemetry
-        return 0 if telemetry is None else telemetry.offline.num_running
+        return 0 if (told := self._telemetry) is None else told.offline.num_running
 
     @property
     def num_arrived(self) -> int | None:
-        telemetry = self._telemetry
-        if telemetry is None:
-            return None
-        return telemetry.offline.num_running + telemetry.offline.num_waiting
+        told = self._telemetry
+        return None if told is None else told.offline.num_running + told.offline.num_waiting
 
     @property
     def num_other_calls(self) -> int:
@@ -487,14 +490,11 @@ def window_of(config: WindowConfig, *, runs_scheduler: bool) -> Window:
 
 
 def choose_default(slots: Sequence[Slot]) -> None:
-    """Rows without a model of their own get the first model of the first engine, be it there yet or
-    not; for an engine that is still on its way and has none foretold, they wait."""
-    default = None
+    """Rows without a model of their own get the first model of the first engine that is wanted, be
+    it there or not, as it tells or told last; engines that do not tell are passed over."""
+    telling = (slot for slot in slots if slot.models != () or slot.expected_model is not None)
+    first = next((slot for slot in telling if not slot.is_off), None)
+    told = None if first is None else (first.models or (first.expected_model,))[0]
+    default = told if first is None or told else first.last_model
     for slot in slots:
-        found = slot.models[0] if slot.models else slot.expected_model
-        is_coming = slot.models is None and slot.engine.state is EnginePhase.STARTING
-        if not slot.is_off and (found is not None or is_coming):
-            default = found
-            break
-    for slot in slots:
-        slot.default_model = default
+        slot.default_model, slot.default_from = default, None if told else first

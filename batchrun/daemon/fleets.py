@@ -24,6 +24,8 @@ from batchrun.engine_config import MAX_REPLICAS, EngineConfig, RayConfig
 from batchrun.errors import ConfigError, EngineError, InputError
 from batchrun.home import Home
 from batchrun.mutual_tls import derive_token, read_or_make_secret, read_secret
+from batchrun.store.database import Store
+from batchrun.store.jobs import list_settings, write_setting
 from batchrun.types import EnginePhase
 
 log = logging.getLogger(__name__)
@@ -46,21 +48,35 @@ KEYS_OF_AN_ENGINE = {"model", "served_model_name", "policy", "online_queue", "la
 }
 
 
+SIZE_PREFIX = "replicas:"
+"""So begins the durable setting of how many replicas a fleet is to have."""
+
+
 class Fleets:
     """All fleets of one deployment. `start` them once, `close` them at the end."""
 
-    def __init__(self, deployment: Deployment, home: Home) -> None:
-        """Starts nothing yet. Raises ConfigError when a secret cannot be read."""
-        self._home = home
+    def __init__(self, deployment: Deployment, home: Home, store: Store | None = None) -> None:
+        """Starts nothing yet. The `store` of a leader has the numbers that were asked for. Raises
+        ConfigError when a secret cannot be read, StoreError."""
+        self._home, self._store = home, store
+        self._kept = {} if store is None else list_settings(store, SIZE_PREFIX)
+        self._targets: dict[str, int] = {}
         self._fleets: dict[str, tuple[RayFleet, RayConfig]] = {}
         for config in deployment.engines:
             if config.ray is not None:
                 fleet = _make_fleet(deployment, config, config.ray, home)
                 self._fleets[config.name] = fleet, config.ray
+                old = read_memory(home.fleet(config.name))
+                if store is not None and old.leads and old.num_wanted:
+                    number = self._kept.setdefault(config.name, old.num_wanted)
+                    write_setting(store, SIZE_PREFIX + config.name, number)
+                kept = self._kept.get(config.name)
+                if isinstance(kept, int):
+                    number = config.ray.replicas.nearest(kept)
+                    self._targets[config.name] = fleet.num_wanted = number
         self._tasks: list[asyncio.Task[None]] = []
         self._resizing: dict[str, asyncio.Task[None]] = {}
         self._leaves_by_s: dict[str, float] = {}
-        self._targets: dict[str, int] = {}
         self.advice: dict[str, dict[str, Any]] = {}
         """By fleet, what whoever chooses its number said last."""
 
@@ -74,22 +90,22 @@ class Fleets:
         return self._fleets[name][0].engines
 
     def start(self, slots: Sequence[Slot], leads: Callable[[], bool] | None) -> None:
-        """Keep as many replicas as were asked for last, else those that there are, at least as many
+        """Keep as many replicas as were asked for last, else those that Ray has, at least as many
         as there must be; a daemon that does not lead (None) looks where they are. A leader ends
         fleets that the deployment has no more."""
         for seen in self._home.run.glob("fleet-*.json"):
             if leads is not None and seen.stem.removeprefix("fleet-") not in self._fleets:
                 log_path = self._home.log / f"{seen.stem}.log"
                 self._tasks.append(asyncio.create_task(_end_left_over(seen, log_path, leads)))
-        for name, (fleet, config) in self._fleets.items():
-            number = max(config.replicas.min, len(fleet.there))
+        for name, (fleet, _) in self._fleets.items():
+            number = max(fleet.num_wanted, len(fleet.there))
             fleet.want(_choose(fleet, number, fleet.there))
             self._tasks.append(asyncio.create_task(fleet.run(leads)))
             if leads is not None:
                 names = {each.name for each in fleet.engines}
                 its = [slot for slot in slots if slot.engine.name in names]
                 self._tasks.append(asyncio.create_task(_keep_renewing(fleet, its)))
-                if config.replicas.allows(fleet.num_wanted):
+                if name in self._targets:
                     going_on = self._go_on(name, fleet, its)
                     self._tasks.append(asyncio.create_task(going_on))
 
@@ -121,7 +137,7 @@ class Fleets:
 
     def prepare(self, name: str, spec: ReplicaSpec) -> None:
         """Have a replica that is nowhere now placed with this."""
-        self._fleet_of(name).engine(name).spec = spec
+        self._fleet_of(name).engine(name).start_with(spec)
 
     def _fleet_of(self, name: str) -> RayFleet:
         fleets = (fleet for fleet, _ in self._fleets.values())
@@ -133,17 +149,13 @@ class Fleets:
         self._tasks.clear()
 
     def resize(self, name: str, number: int, slots: Sequence[Slot], drain_s: float) -> None:
-        """Have so many replicas from now on. Those too many, first of all those that are not ready,
+        """Have so many replicas. Those too many, first of all those that are not ready,
         get no more calls and rows: rows go back, and they end with their last call, or after
         `drain_s`. Raises InputError where there is no such fleet or may not be so many."""
-        if name not in self._fleets:
-            raise InputError(f"{name} is no fleet; those are engines with `ray` in batchrun.yaml")
-        fleet, config = self._fleets[name]
-        if not config.replicas.allows(number):
-            low, high = config.replicas.min, config.replicas.most
-            raise InputError(f"fleet {name} has {low} to {high} replicas (got {number})")
+        self._check(name, number)
+        fleet, _ = self._fleets[name]
         self._targets[name] = number
-        fleet.remember(number)
+        fleet.size(number)
         if (before := self._resizing.pop(name, None)) is not None:
             before.cancel()
         kept = {each.name for each in fleet.engines if each.is_wanted}
@@ -162,10 +174,31 @@ class Fleets:
         left = [(slot, leaves_by_s[slot.engine.name]) for slot in leaving]
         self._resizing[name] = asyncio.create_task(_shrink(fleet, wanted, left))
 
+    async def scale(self, name: str, number: int, slots: Sequence[Slot], drain_s: float) -> None:
+        """`resize`, for whoever leads next too. Raises StoreError where that cannot be kept."""
+        self._check(name, number)
+        await self.keep(name, number)
+        self.resize(name, number, slots, drain_s)
+
+    async def keep(self, name: str, number: int) -> None:
+        """Have whoever leads next know how many a fleet is to have. Raises StoreError."""
+        if self._store is not None and self._kept.get(name) != number:
+            await asyncio.to_thread(write_setting, self._store, SIZE_PREFIX + name, number)
+            self._kept[name] = number
+
+    def _check(self, name: str, number: int) -> None:
+        if name not in self._fleets:
+            raise InputError(f"{name} is no fleet; those are engines with `ray` in batchrun.yaml")
+        bounds = self._fleets[name][1].replicas
+        if not bounds.allows(number):
+            low, high = bounds.min, bounds.most
+            raise InputError(f"fleet {name} has {low} to {high} replicas (got {number})")
+
     async def _go_on(self, name: str, fleet: RayFleet, slots: Sequence[Slot]) -> None:
         """Have as many as were asked for before this daemon began; where those are fewer, all are
         met first, so that those too many can be chosen and emptied."""
-        self._targets[name] = fleet.num_wanted
+        if not await fleet.until_met():
+            return
         deadline_s = time.monotonic() + UNREADY_S
         there = [slot for slot in slots if fleet.engine(slot.engine.name).is_wanted]
         while len(there) > fleet.num_wanted and not all(slot.is_usable for slot in there):
@@ -197,9 +230,11 @@ class Fleets:
 
 
 def _choose(fleet: RayFleet, number: int, kept: Collection[str]) -> list[str]:
-    """So many replicas: those `kept`, the ready ones first, then the lowest numbers of others."""
+    """So many replicas: those `kept`, the ready ones first and those that have failed last, then
+    the lowest numbers of others."""
     there = [each for each in fleet.engines if each.name in kept]
-    there.sort(key=lambda each: each.state is not EnginePhase.READY)
+    ranks = {EnginePhase.READY: 0, EnginePhase.FAILED: 2}
+    there.sort(key=lambda each: ranks.get(each.state, 1))
     others = [each for each in fleet.engines if each.name not in kept]
     return [each.name for each in (*there, *others)[:number]]
 
@@ -309,8 +344,8 @@ def end_draining(slot: Slot, why: str) -> None:
 
 
 async def empty(slot: Slot, drain_s: float) -> bool:
-    """Let an engine that `drains` end its calls, and take its rows back; returns whether it has
-    calls still, after `drain_s`."""
+    """Let an engine that `drains` end its calls, and take its rows back; returns whether it may
+    have calls still, after `drain_s`."""
     ready_s = time.monotonic()
     deadline_s = ready_s + drain_s
     await _withdraw_rows(slot)
@@ -321,12 +356,20 @@ async def empty(slot: Slot, drain_s: float) -> bool:
         if now_s > deadline_s:
             return True
         await _withdraw_rows(slot)
-        is_quiet = not (await slot.engine.client.look()).has_work
+        is_quiet = await _is_quiet(slot)
         ready_s = now_s if slot.engine.state is EnginePhase.READY else ready_s
         is_gone = _is_told_gone(slot) or now_s - ready_s > UNREADY_S
         num_quiet = num_quiet + 1 if is_quiet or is_gone else 0
         await asyncio.sleep(LOOK_S)
     return False
+
+
+async def _is_quiet(slot: Slot) -> bool:
+    """Whether the engine's metrics tell that it has no work, or else its scheduler."""
+    has_work, num_rows = (await slot.engine.client.look()).has_work, slot.num_arrived
+    if has_work is None and num_rows is not None:
+        has_work = num_rows + slot.num_other_calls > 0
+    return has_work is False
 
 
 def _is_told_gone(slot: Slot) -> bool:
@@ -349,6 +392,12 @@ def _make_fleet(
     secret_file = _secret_file(deployment, config, home)
     read = read_or_make_secret if config.secret_file is None else read_secret
     secret = read(secret_file)
+    try:
+        secret_text = secret.decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{secret_file}: the secret of a fleet must be text; `openssl rand -hex 32` makes one"
+        ) from error
     settings = FleetSettings(
         fleet=config.name,
         address=ray.address,
@@ -360,7 +409,7 @@ def _make_fleet(
         _spec(deployment, config, name, (ray.port + number, ray.port + MAX_REPLICAS + number))
         for number, name in enumerate(config.replica_names)
     ]
-    specs = [_sealed(spec, secret.decode()) for spec in specs]
+    specs = [_sealed(spec, secret_text) for spec in specs]
     seen = home.fleet(config.name)
     _check_left(read_memory(seen), settings, seen)
     return RayFleet(
@@ -369,6 +418,7 @@ def _make_fleet(
         seen=seen,
         log_path=home.log / f"fleet-{config.name}.log",
         secret_file=secret_file,
+        num_wanted=ray.replicas.min,
     )
 
 

@@ -307,7 +307,8 @@ class Opener:
         if name is None and self.slots:
             name = next(iter(await _ask_for_models(self.slots[0]) or ()), None)
         are_attached = any(isinstance(slot.engine, AttachedEngine) for slot in self.slots)
-        return DefaultModel(name, is_sure=name is not None and not are_attached)
+        are_known = name is not None and all(slot.default_from is None for slot in self.slots)
+        return DefaultModel(name, is_sure=are_known and not are_attached)
 
     async def _read(
         self,
@@ -405,22 +406,21 @@ class Opener:
         num_untold = Counter[int]()
         while True:
             told = await asyncio.gather(*map(_ask_for_models, self.slots))
-            is_whole = True
-            models = frozenset[str]()
+            models, untold = frozenset[str](), list[Slot]()
             for number, (slot, names) in enumerate(zip(self.slots, told, strict=True)):
                 is_ready = slot.engine.state is EnginePhase.READY
                 num_untold[number] = num_untold[number] + 1 if is_ready and names is None else 0
                 if names == () or (_may_serve_any(slot) and num_untold[number] >= MAX_UNTOLD):
                     return _Served(_AnyModel(), is_all=True)
                 models |= {*(names or ()), *(slot.models or ())}
-                is_whole &= bool(names or slot.models or slot.is_off)
+                if not (names or slot.models or slot.is_off):
+                    untold.append(slot)
             now = await until_reached(jobs.get, self.store, record.id)
             if now.state is not JobState.VALIDATING:
                 return _Served(models, is_all=True)
-            if models and (is_whole or models != before.models):
-                return _Served(models, is_all=is_whole)
-            which = "engines that may have its model" if models else "an engine"
-            progress(f"waiting for {which}", 0, 0)
+            if models and (not untold or models != before.models):
+                return _Served(models, is_all=not untold)
+            progress(_explain_wait(untold) if models else "waiting for an engine", 0, 0)
             await asyncio.sleep(UNTOLD_INTERVAL_S if models else ENGINE_INTERVAL_S)
 
 
@@ -447,6 +447,15 @@ async def _ask_for_models(slot: Slot) -> tuple[str, ...] | None:
         return await slot.engine.client.models()
     except EngineError:
         return None
+
+
+def _explain_wait(untold: Sequence[Slot]) -> str:
+    """That a batch waits for what these engines have; one that failed may yet be mended."""
+    if all(slot.is_lost for slot in untold):
+        engine = untold[0].engine
+        what = f"engine {engine.name}, which has failed, to tell its models"
+        return f"waiting for {what}: {engine.stage}"
+    return "waiting for engines that may have its model"
 
 
 def _may_serve_any(slot: Slot) -> bool:

@@ -14,7 +14,7 @@ from batchrun.config import TINY_MODELS, Deployment, SloConfig
 from batchrun.engine_config import EngineConfig
 from batchrun.errors import ConfigError
 from batchrun.estimator.profile import CalibrationProfile, OnlineLatency, profile_from_json
-from batchrun.files import write_atomically
+from batchrun.files import absolute, write_atomically
 from batchrun.hints import AUTO_ONLINE_COST, HINT_NONCE_VARIABLE
 from batchrun.home import Home
 from batchrun.jobs.prompts.prompt_text import has_own_renderer
@@ -27,7 +27,7 @@ def profile_path(deployment: Deployment, config: EngineConfig, home: Home) -> Pa
     Engines of one model with the same arguments share it.
     """
     if config.profile is not None:
-        return deployment.base / Path(config.profile).expanduser()
+        return Path(absolute(deployment.base, config.profile))
     own = deployment.for_engine(config)
     content = json.dumps([own.model, config.vllm_args, config.python])
     name = re.sub(r"[^A-Za-z0-9.-]+", "-", own.model_name)[:64]
@@ -206,7 +206,7 @@ def attached_key(deployment: Deployment, config: EngineConfig) -> str | None:
     """What an attached engine asks for. Raises ConfigError when its file cannot be read."""
     if config.api_key_file is None:
         return config.api_key
-    path = deployment.base / Path(config.api_key_file).expanduser()
+    path = Path(absolute(deployment.base, config.api_key_file))
     try:
         key = path.read_text("utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:

@@ -50,6 +50,7 @@ from batchrun.files import short_path, write_atomically
 from batchrun.home import Home
 from batchrun.pool.row_queue import RowLoad
 from batchrun.routing.engine_book import with_means
+from batchrun.store.database import Store
 from batchrun.types import EnginePhase
 
 log = logging.getLogger(__name__)
@@ -73,17 +74,23 @@ class Supervisor:
     """The engines and the gateway of one deployment.
 
     `daemon` is where the gateway finds the daemon (`url`), and what it shows there to be let in
-    (`gateway_key`).
+    (`gateway_key`). `store` is a leader's.
     """
 
-    def __init__(self, deployment: Deployment, home: Home, daemon: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        deployment: Deployment,
+        home: Home,
+        daemon: Mapping[str, str],
+        store: Store | None = None,
+    ) -> None:
         self._deployment = deployment
         self._home = home
         self._daemon = daemon
         self._upstreams = b""
         self._is_up = asyncio.Event()
         nonce = read_or_make_nonce(home) if deployment.runs_scheduler else None
-        self.fleets = Fleets(deployment, home)
+        self.fleets = Fleets(deployment, home, store)
         made = [
             (slot, profile_prices(deployment, config, home))
             for index, config in enumerate(deployment.engines)
@@ -158,29 +165,31 @@ class Supervisor:
         await self._start_gateway()
         if any(config.is_vllm for config in self._deployment.engines):
             await asyncio.to_thread(build_model, self._deployment, self._home)
-        failures: list[EngineError] = []
+        silent = set[str]()
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(watch_on("the gateway", self._watch_gateway))
                 group.create_task(self._announce(on_ready))
                 for slot in self.slots:
-                    group.create_task(self._keep(slot, failures, is_heir=is_heir))
+                    group.create_task(self._keep(slot, silent, is_heir=is_heir))
         except* EngineError as errors:
             for slot in self.slots:
                 if isinstance(slot.engine, ManagedEngine) and slot.engine.has_spawned:
                     await slot.engine.stop()
             raise errors.exceptions[0] from None
 
-    async def _keep(self, slot: Slot, failures: list[EngineError], *, is_heir: bool) -> None:
+    async def _keep(self, slot: Slot, silent: set[str], *, is_heir: bool) -> None:
+        """Keep an engine up. `silent`: those that did not answer at first, and may yet."""
         try:
             await slot.engine.start()
         except EngineError as error:
             log.error("%s", error)
-            failures.append(error)
+            if not slot.is_lost:
+                silent.add(slot.engine.name)
             is_any_ready = any(each.engine.state is EnginePhase.READY for each in self.slots)
-            num_expected = sum(not each.is_off for each in self.slots)
-            if len(failures) >= num_expected and not (is_heir or is_any_ready):
-                raise failures[0] from None
+            has_none = all(each.is_lost or each.engine.name in silent for each in self.slots)
+            if has_none and not (is_heir or is_any_ready):
+                raise
         await watch_on(slot.engine.name, slot.engine.watch)
 
     async def _announce(self, on_ready: Callable[[], None]) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from batchrun.engine.door import KEY_VARIABLE
 from batchrun.errors import ConfigError, EngineError
+from batchrun.files import absolute
 from batchrun.hints import HINT_KEY
 from batchrun.media.images import MAX_PIXELS
 from batchrun.types import ProgressSink
@@ -176,7 +177,7 @@ def build_argv(
     settings: ManagedSettings, build: VllmBuild, env: Mapping[str, str]
 ) -> tuple[str, ...]:
     """The argument list. The user's own arguments come last, so they win over ours."""
-    model = Path(settings.model).expanduser()
+    model = Path(absolute(Path(), settings.model))
     model_name = str(model.resolve()) if model.exists() else settings.model
     return (
         str(settings.python),
@@ -404,7 +405,7 @@ def check_model(model: str) -> None:
 
     Anything that does not look like a path is taken for a hub id, which the engine looks up.
     """
-    path = Path(model).expanduser()
+    path = Path(absolute(Path(), model))
     looks_like_path = model.startswith(("/", "./", "../", "~")) or path.is_dir()
     if not looks_like_path or path.is_file():
         return

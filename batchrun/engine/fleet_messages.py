@@ -68,13 +68,16 @@ class PlacedReplica(Struct, frozen=True):
     """A replica: the `host` of its agent, nothing while it has none, and a few words for people.
     `is_outdated`: it was started with other settings than those of the order, or its actor has
     said nothing for so long that it is to be placed anew. `is_there`: it has an actor, or had its
-    place."""
+    place. `num_ended` of its agents have ended by themselves, as far as its actor tells, the last
+    with these `last_words`."""
 
     name: str
     host: str = ""
     stage: str = ""
     is_outdated: bool = False
     is_there: bool = False
+    num_ended: int | None = None
+    last_words: str = ""
 
 
 class FleetReport(Struct, frozen=True):

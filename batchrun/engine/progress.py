@@ -39,13 +39,13 @@ MAX_GAP_S = 3.0
 class Look:
     """What an engine shows at one moment.
 
-    `mark` is another one after any progress, and `has_work` whether any is due; without progress
-    for `bound_s` the engine hangs. `is_told_late`: a core tells of work once it has looked at it.
-    `pause` is as in `Telemetry`, and 2 while the engine sleeps: none is due then.
+    `mark` is another one after any progress, and `has_work` whether any is due (None: not told);
+    without progress for `bound_s` the engine hangs. `is_told_late`: a core tells of work once it
+    has looked at it. `pause` is as in `Telemetry`, and 2 while the engine sleeps: none is due then.
     """
 
     mark: Hashable
-    has_work: bool
+    has_work: bool | None
     bound_s: float = SILENT_S
     is_told_late: bool = False
     pause: int = 0
@@ -137,13 +137,13 @@ QUEUES = ("vllm:num_requests_running", "vllm:num_requests_waiting")
 
 def look_at_page(page: str) -> Look:
     """What a page of metrics of a vLLM server shows: any counter or gauge of its core that moves
-    is progress. A page without the length of its queues shows no work."""
+    is progress. A page without the length of its queues does not tell of work."""
     lines = [line for line in page.splitlines() if line.startswith(PREFIX)]
     lengths = list(_values(lines))
     mark = hashlib.blake2b("\n".join(lines).encode(), digest_size=16).digest()
     states = [line for line in lines if line.startswith(SLEEP) and '"awake"' in line]
     pause = 2 if any(line.endswith(" 0.0") for line in states) else 0
-    has_work = any(length > 0 for length in lengths)
+    has_work = any(length > 0 for length in lengths) if lengths else None
     return Look(mark, has_work, UNKNOWN_STEP_S, is_told_late=bool(lengths), pause=pause)
 
 

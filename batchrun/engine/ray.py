@@ -78,6 +78,7 @@ class ReplicaActor:
         self._home = Home(Path(os.environ.get("BATCHRUN_HOME") or DEFAULT_HOME))
         self._record_path = self._home.replica_process(self._spec.name)
         self._said = "the agent is started"
+        self._num_ended, self._last_words = 0, ""
         self._is_ending, self._has_ended = threading.Event(), False
         self._ends_by_s = math.inf
         self._read_end, self._write_end = os.pipe()
@@ -90,6 +91,8 @@ class ReplicaActor:
             "digest": self._spec.digest,
             "host": self._host,
             "said": self._said,
+            "num_ended": self._num_ended,
+            "last_words": self._last_words,
             "is_ending": self._is_ending.is_set(),
             "has_ended": self._has_ended or time.monotonic() > self._ends_by_s + END_LIMIT_S,
         }
@@ -106,7 +109,9 @@ class ReplicaActor:
             try:
                 self._run_agent()
             except (OSError, BatchrunError) as error:
+                self._last_words = str(error)
                 self._said = f"the agent cannot be started: {error}"
+                self._num_ended += 1
             if time.monotonic() - started_s > STEADY_S:
                 pause_s = FIRST_PAUSE_S
             self._is_ending.wait(pause_s)
@@ -144,7 +149,9 @@ class ReplicaActor:
             pass
         if self._is_ending.is_set():
             self._drain(record)
-        self._said = f"the agent ended: {_last_line(log_path)}"
+        self._last_words = _last_line(log_path).removeprefix("batchrun: ")
+        self._said = f"the agent ended: {self._last_words}"
+        self._num_ended += 1
 
     def _drain(self, record: process.ProcessRecord) -> None:
         self._said = "ends with its last call"
@@ -292,7 +299,12 @@ class Placer:
                 self._remove(name, order, answers)
             return PlacedReplica(name=name, stage="is placed anew, once it has ended")
         return PlacedReplica(
-            name=name, host=answer["host"], stage=answer["said"], is_outdated=is_outdated
+            name=name,
+            host=answer["host"],
+            stage=answer["said"],
+            is_outdated=is_outdated,
+            num_ended=answer.get("num_ended"),
+            last_words=answer.get("last_words", ""),
         )
 
     def _place(self, order: FleetOrder, spec: ReplicaSpec) -> str:

@@ -43,6 +43,9 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 15.0
 LOOK_S = 0.25
 REPEAT_S = 1.0
 """An order is repeated so often: the placer keeps to none that is older than a few seconds."""
+MAX_FAILED_AGENTS = 5
+"""A replica of which so many agents in a row end before their engine is ready has failed, until one
+is."""
 NO_FILE = Path()
 PAUSED = "placement pauses, and replicas go on where they are"
 
@@ -52,10 +55,10 @@ class FleetMemory(Struct, frozen=True):
 
     settings: FleetSettings | None
     report: FleetReport
-    num_wanted: int = 0
-    """What was asked for last; 0: nothing was, or another daemon leads."""
     leads: bool = False
     """Whether the daemon that wrote this led."""
+    num_wanted: int = 0
+    """What was asked for last, as versions wrote it that did not keep it in the store."""
 
 
 class ReplicaEngine(AgentEngine):
@@ -70,6 +73,22 @@ class ReplicaEngine(AgentEngine):
         self.is_wanted = False
         self.placed_as = "not placed yet"
         self._failure = failure
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        self._num_ended: int | None = None
+        self._num_failed, self._last_words = 0, ""
+
+    def start_with(self, spec: ReplicaSpec) -> None:
+        """Its next agent gets this; that earlier ones ended says nothing of it."""
+        self.spec = spec
+        self._begin_anew()
+
+    def want(self, *, is_wanted: bool) -> None:
+        """Whether there is to be an agent; how those of an earlier time ended is forgotten."""
+        if is_wanted and not self.is_wanted:
+            self._begin_anew()
+        self.is_wanted = is_wanted
 
     @property
     def is_placed(self) -> bool:
@@ -77,7 +96,14 @@ class ReplicaEngine(AgentEngine):
         return bool(self.client.base_url)
 
     @property
+    def _has_failed(self) -> bool:
+        is_begun = self.client.state is None or self.client.state.phase is EnginePhase.STARTING
+        return self.is_wanted and is_begun and self._num_failed >= MAX_FAILED_AGENTS
+
+    @property
     def state(self) -> EnginePhase:
+        if self._has_failed:
+            return EnginePhase.FAILED
         if self.client.state is None:
             return EnginePhase.STARTING if self.is_wanted else EnginePhase.STOPPED
         return super().state
@@ -86,6 +112,9 @@ class ReplicaEngine(AgentEngine):
     def stage(self) -> str:
         if not self.is_wanted and self.client.state is None:
             return "not wanted now"
+        if self._has_failed:
+            ended = f"{self._num_failed} agents in a row ended before their engine was ready"
+            return f"{ended}, the last with: {self._last_words}"
         if self.client.state is None and (self.placed_as or not self.is_placed):
             return self.placed_as
         return super().stage
@@ -98,12 +127,21 @@ class ReplicaEngine(AgentEngine):
             if not self.is_placed and (failure := self._failure()):
                 raise EngineError(f"engine {self.name}: {failure}")
             if self.state is EnginePhase.FAILED:
-                raise EngineError(f"engine {self.name}: {self.stage}")
+                raise EngineError(
+                    f"engine {self.name}: {self.stage}; it is tried on until `batchrun down`"
+                )
             await asyncio.sleep(LOOK_S)
 
     def see(self, placed: PlacedReplica) -> None:
         """Go where the replica is by now."""
         self.placed_as = placed.stage
+        if placed.num_ended is not None:
+            # A smaller number is of another actor.
+            self._num_failed += self._num_ended is not None and placed.num_ended > self._num_ended
+            self._num_ended = placed.num_ended
+            self._last_words = placed.last_words or self._last_words
+        if placed.is_outdated or super().state is EnginePhase.READY:
+            self._num_failed = 0
         if placed.host:
             host = f"[{placed.host}]" if ":" in placed.host else placed.host
             self.client.move(f"https://{host}:{self.spec.port}")
@@ -120,16 +158,17 @@ class RayFleet:
         seen: Path,
         log_path: Path,
         secret_file: Path = NO_FILE,
+        num_wanted: int = 0,
     ) -> None:
         """Starts nothing yet. `specs` are all replicas that there may be; others end their calls
-        and then themselves, at once where there may be none. `seen` is the file of what was last
+        and then themselves, at once where there may be none. `num_wanted` is how many there are to
+        be at least, those that Ray has by now among them. `seen` is the file of what was last
         told. Raises ConfigError when the secret cannot be read."""
         self.settings = settings
         self.trouble = ""
         self.failure = ""
         """Why nothing can be placed, where nothing ever was."""
-        memory = read_memory(seen)
-        self.report, self.num_wanted = memory.report, memory.num_wanted
+        self.report, self.num_wanted = read_memory(seen).report, num_wanted
         self._seen, self._log_path = seen, log_path
         self.engines = tuple(
             ReplicaEngine(
@@ -142,7 +181,7 @@ class RayFleet:
         self._emptied: set[str] = set()
         self._changed = asyncio.Event()
         self._renewed: set[str] = set()
-        self._leads = self._has_met = False
+        self._leads = self._has_met = self._is_sized = False
         self._see(self.report)
 
     @property
@@ -184,14 +223,13 @@ class RayFleet:
     def want(self, names: Sequence[str], *, emptied: str = "") -> None:
         """Have these replicas and no others: `emptied`, if it has been, ends at once."""
         for engine in self.engines:
-            engine.is_wanted = engine.name in names
+            engine.want(is_wanted=engine.name in names)
         self._emptied = (self._emptied | {emptied}) - {"", *names}
         self._changed.set()
 
-    def remember(self, num_wanted: int) -> None:
-        """Have so many from now on, also after the daemon's next start."""
-        self.num_wanted = num_wanted
-        self._remember()
+    def size(self, num_wanted: int) -> None:
+        """So many are wanted from now on, however many Ray has when it is met."""
+        self.num_wanted, self._is_sized = num_wanted, True
 
     def engine(self, name: str) -> ReplicaEngine:
         """The engine of this name."""
@@ -201,7 +239,8 @@ class RayFleet:
         """Have a replica placed anew with other settings; returns once its next agent answers, or
         it is not wanted any more."""
         engine = self.engine(name)
-        before, engine.spec = _start_of(engine), spec
+        before = _start_of(engine)
+        engine.start_with(spec)
         self._renewed.add(name)
         self._changed.set()
         try:
@@ -227,6 +266,11 @@ class RayFleet:
     def _is_settled(self, name: str) -> bool:
         return name in self.with_a_place and name not in self.outdated
 
+    async def until_met(self) -> bool:
+        """Until Ray has told what it has; whether nobody has said a number meanwhile."""
+        await _until(lambda: self._has_met)
+        return not self._is_sized
+
     async def until_gone(self, name: str) -> None:
         """Until the agent of a replica that is not wanted any more is gone."""
         engine = self.engine(name)
@@ -237,8 +281,6 @@ class RayFleet:
         only where they are."""
         self._leads, pause_s = leads is not None, FIRST_PAUSE_S
         self._leads_still = leads or bool
-        if leads is None:
-            self.num_wanted = 0
         self._remember()
         while True:
             met, trouble = False, "the placer cannot be started"
@@ -311,18 +353,17 @@ class RayFleet:
             report = msgspec.json.decode(line, type=FleetReport)
             if report.trouble:
                 return met, report.trouble
-            if self._leads and not (self._has_met or self.num_wanted):
+            if self._leads and not (self._has_met or self._is_sized):
                 self._take_over(report)
             met = self._has_met = True
             self._note("")
             self._see(report)
 
     def _take_over(self, report: FleetReport) -> None:
-        """Nobody told how many there are to be: at first those that there are."""
-        wanted = [each.name for each in self.engines if each.is_wanted]
+        """Have those that there are, and others up to the number that is wanted."""
         there = [each.name for each in report.replicas if each.is_there]
-        number = max(len(wanted), len(there))
-        self.want([*there, *(name for name in wanted if name not in there)][:number])
+        others = [each.name for each in self.engines if each.name not in there]
+        self.want([*there, *others[: max(self.num_wanted - len(there), 0)]])
 
     def _see(self, report: FleetReport) -> None:
         placed = {each.name: each for each in report.replicas}
@@ -336,7 +377,7 @@ class RayFleet:
             self._remember()
 
     def _remember(self) -> None:
-        memory = FleetMemory(self.settings, self.report, self.num_wanted, self._leads)
+        memory = FleetMemory(self.settings, self.report, self._leads)
         with suppress(OSError):
             write_atomically(self._seen, msgspec.json.encode(memory), mode=0o600)
 

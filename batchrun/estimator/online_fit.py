@@ -35,6 +35,7 @@ from batchrun.estimator.step_time import (
     EchoModel,
     LinearModel,
     RooflineModel,
+    StepTimeModel,
 )
 
 WORST_APE = 2.0
@@ -124,12 +125,12 @@ FORGIVEN_SHARE = 0.15
 MOST_SLOW = 4.0
 
 
-class SlowedModel(Struct, frozen=True):
-    """A model whose predictions steps of late have exceeded, by kind of step so many times."""
+class ScaledModel(Struct, frozen=True):
+    """A model whose predictions are so many times too short, by kind of step."""
 
-    name: ClassVar[str] = "slowed"
+    name: ClassVar[str] = "scaled"
 
-    model: AnyModel
+    model: StepTimeModel
     times: tuple[float, ...]
 
     def predict_s(self, load: StepLoad) -> float:
@@ -218,11 +219,11 @@ class OnlineFit:
         """
         return self._best
 
-    def as_of_late(self) -> AnyModel | SlowedModel:
+    def as_of_late(self) -> AnyModel | ScaledModel:
         """The best model, slower where steps of late were: a machine that others use more now, or
         a kind of step that it has not seen before."""
         times = tuple([excess.times for excess in self._excesses])
-        return SlowedModel(self._best, times) if max(times) > 1.0 else self._best
+        return ScaledModel(self._best, times) if max(times) > 1.0 else self._best
 
     @property
     def error_share(self) -> float:

@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from batchrun.errors import MixedTypesError
 from batchrun.estimator.answer_length import REMEMBERED_ANSWERS, AnswerLengths
 from batchrun.jobs.inputs.input_data import InputData
 from batchrun.jobs.spec import JobSpec
@@ -146,19 +147,22 @@ def _answers_in_data(
     spec: JobSpec, data: InputData, bytes_per_token: float, *, most_rows: int | None = None
 ) -> OutputEstimate | None:
     """What a column of good answers says, where the job keeps one: the tokens of its texts, and one
-    for the end of each, times the choices; NaN where a text is empty. With `most_rows`, about the
-    first rows only. Raises DataError."""
+    for the end of each, times the choices; NaN where a text is empty. None too where its files have
+    it in types that share none. With `most_rows`, about the first rows only. Raises DataError."""
     column = next((name for name in ANSWER_COLUMNS if name in spec.output.keep), None)
     if column is None or column not in data.columns:
         return None
     parts = [np.empty(0)]
-    for first_row, batch in data.iter_batches([column]):
-        if most_rows is not None and first_row >= most_rows:
-            break
-        values = batch.column(0)
-        if not (pa.types.is_string(values.type) or pa.types.is_large_string(values.type)):
-            return None
-        parts.append(pc.binary_length(values).fill_null(0).to_numpy(zero_copy_only=False))
+    try:
+        for first_row, batch in data.iter_batches([column]):
+            if most_rows is not None and first_row >= most_rows:
+                break
+            values = batch.column(0)
+            if not (pa.types.is_string(values.type) or pa.types.is_large_string(values.type)):
+                return None
+            parts.append(pc.binary_length(values).fill_null(0).to_numpy(zero_copy_only=False))
+    except MixedTypesError:
+        return None
     num_bytes = np.concatenate(parts).astype(np.float64)
     if not num_bytes.any():
         return None

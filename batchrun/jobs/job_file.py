@@ -16,8 +16,9 @@ from pydantic import JsonValue
 from pydantic_core import from_json
 
 from batchrun.errors import DataError, InputError, JobSpecError, suggestion
-from batchrun.files import is_url
+from batchrun.files import absolute, is_url
 from batchrun.jobs import objects
+from batchrun.jobs.inputs.rows import BOM
 from batchrun.jobs.inputs.text_files import unpacked
 from batchrun.jobs.prompts.templating import is_template, syntax_problem
 from batchrun.jobs.request_fields import IMPOSSIBLE, field_problems
@@ -148,7 +149,7 @@ def load_job_file(path: Path, *, cwd: Path) -> JobSpec:
     """
     for place in (path.absolute(), cwd.absolute()):
         _check_name(place, JobSpecError)
-    document = read_document(path, JobSpecError)
+    document = read_document(path, JobSpecError, verbatim=re.compile(r"on_done\b"))
     job = validate_document(document, JobFile, JobSpecError)
     _raise_first(document, find_problems(job))
     if job.deadline is not None and job.deadline > MAX_DEADLINE_S:
@@ -201,18 +202,19 @@ def _check_name(path: Path, error: type[InputError]) -> None:
 
 
 def is_openai_batch_file(place: str) -> bool:
-    """Whether the first line of a file or an object is an OpenAI batch request.
+    """Whether the first line of a file or an object that is not blank is an OpenAI batch request.
 
     Raises DataError when a file is unreadable, StorageError when an object is.
     """
     try:
         with objects.open_to_read(place) as raw, unpacked(place, raw) as file:
-            line = file.readline(FIRST_LINE_LIMIT_BYTES)
+            lines = iter(lambda: file.readline(FIRST_LINE_LIMIT_BYTES).removeprefix(BOM), b"")
+            line = next(filter(bytes.strip, lines), b"")
     except (OSError, EOFError, zlib.error) as failure:
         reason = getattr(failure, "strerror", None) or str(failure)
         raise DataError(f"{place}: cannot be read: {reason}") from None
     try:
-        first = from_json(line.removeprefix(b"\xef\xbb\xbf"))
+        first = from_json(line)
     except ValueError:
         return False
     return isinstance(first, dict) and first.keys() >= BATCH_KEYS
@@ -240,7 +242,7 @@ def unescaped(pattern: str) -> str:
 
 
 def _absolute(folder: Path, path: str) -> str:
-    return path if is_url(path) else os.path.normpath(folder / Path(path).expanduser())
+    return path if is_url(path) else absolute(folder, path)
 
 
 def _format(document: Document, job: JobFile, inputs: tuple[str, ...]) -> InputFormat:

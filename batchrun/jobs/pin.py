@@ -10,7 +10,7 @@ import errno
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import xxhash
@@ -105,9 +105,14 @@ def pinned_path(file: PinnedFile, links: Path | None) -> Path:
     """Where to read a pinned file: its own path, or its link when the path shows another file. Of
     an object there is nothing but the copy that stands for a link."""
     path = Path(file.path)
-    if links is None or (not is_url(file.path) and _looks_unchanged(path, file)):
-        return path
-    return next((links / name for name in link_names(file) if (links / name).exists()), path)
+    kept = [] if links is None else [links / name for name in link_names(file)]
+    link = next((each for each in kept if each.exists()), path)
+    if is_url(file.path) or not _looks_unchanged(path, file):
+        return link
+    with suppress(OSError):
+        if _looks_unchanged(link, file) and not path.samefile(link):
+            return link  # Another file may have been given the time of the old one.
+    return path
 
 
 def link_names(file: PinnedFile) -> tuple[str, str]:

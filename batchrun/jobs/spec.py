@@ -14,7 +14,6 @@ from urllib.parse import unquote
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
@@ -29,6 +28,7 @@ from batchrun.config import OnDone, OnDoneKey
 from batchrun.errors import ConfigError
 from batchrun.files import check_place
 from batchrun.quantities import FailureLimit, parse_duration_s, parse_optional_duration_s
+from batchrun.strict import Strict
 
 Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"]
 InputFormat = Literal["auto", "parquet", "jsonl", "json", "csv", "tsv", "openai-batch"]
@@ -103,8 +103,8 @@ def _checked_name(name: str) -> str:
     return name
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+class _Strict(Strict):
+    model_config = ConfigDict(allow_inf_nan=False)
 
 
 class InputSpec(_Strict):
@@ -187,8 +187,14 @@ class JobFile(_Strict):
     on_done: OnDoneKey = None
 
 
-ASIDE = ("start", "row_timeout", "on_done")
+_UNHASHED = ("start", "row_timeout", "on_done")
+_LIMITS = ("deadline", "weight", "retries", "max_failed")
+ASIDE = (*_UNHASHED, *_LIMITS)
 """Keys of a job file that make no other job."""
+
+
+MAX_SPEC_CHARS = 4 << 20
+"""Of a job's JSON text, its templates and fields."""
 
 
 class JobSpec(JobFile):
@@ -222,7 +228,13 @@ class JobSpec(JobFile):
 
         The order within fields of the request does not count here; see `told_fields`.
         """
-        values = self.model_dump(mode="json", exclude={"source", "continue_from", *ASIDE})
+        usual = {key: JobFile.model_fields[key].default for key in _LIMITS}
+        return self.model_copy(update=usual).limits_hash()
+
+    def limits_hash(self) -> str:
+        """A `content_hash` in which deadline, weight, retries and max_failed count, as in stores
+        that older versions wrote."""
+        values = self.model_dump(mode="json", exclude={"source", "continue_from", *_UNHASHED})
         canonical = json.dumps(values, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
         return hashlib.sha256(canonical.encode("utf-8", "surrogatepass")).hexdigest()
 

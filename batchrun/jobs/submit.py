@@ -42,7 +42,7 @@ from batchrun.jobs.pin import (
 from batchrun.jobs.prompts.template import RequestTemplate, RowRenderError
 from batchrun.jobs.prompts.tokens import PLAIN_PROMPTS, PromptReader, TokenRatio, sample_rows
 from batchrun.jobs.results.output_parts import foreign_file, holds_input
-from batchrun.jobs.spec import JobSpec, read_secret
+from batchrun.jobs.spec import MAX_SPEC_CHARS, JobSpec, read_secret
 from batchrun.pool.prefix_groups import group_rows
 from batchrun.pool.prefix_keys import CHUNK_BYTES, ChainBuilder, ChainTable, IntArray, salt_of
 from batchrun.pool.radix_tree import PrefixOrder, build_radix_tree, order_by_prefix
@@ -60,15 +60,22 @@ def prepare_job(spec: JobSpec, *, links: Path, progress: ProgressSink | None = N
     """Check a job against its input and pin the input (linked into `links` where possible; objects
     are copied there).
 
-    Raises JobSpecError (a template or a kept column does not fit the input, or the output cannot
-    be written where it should go), DataError (the input cannot be read, is empty, or repeats an
-    id), StorageError and StoreFullError (an object cannot be had, or there is no room for it).
+    Raises JobSpecError (a template or a kept column does not fit the input, the output cannot be
+    written where it should go, or the job is too long), DataError (the input cannot be read, is
+    empty, or repeats an id), StorageError and StoreFullError (an object cannot be had, or there is
+    no room for it).
     """
+    text = spec.model_dump_json()
+    if len(text) > MAX_SPEC_CHARS:
+        raise JobSpecError(
+            f"{spec.name}: its template and fields take {len(text):,} characters, and a job holds "
+            f"{MAX_SPEC_CHARS:,}; put long text into a column of the input"
+        )
     _check_places(spec)
     pin = _pin(spec, links, progress)
     return NewJob(
         name=spec.name,
-        spec=spec.model_dump_json(),
+        spec=text,
         pin=pin.model_dump_json(),
         content_hash=spec.content_hash(),
         num_rows=pin.num_rows,

@@ -166,14 +166,18 @@ class JobTurns:
         if job_id in self._times:
             self._times[job_id].lost(row)
 
-    def observe(self, now_s: float, *, is_saturated: bool, pool: int = 0) -> None:
-        """From now on the engines of a pool have all the rows that they take, or not.
+    def observe(
+        self, now_s: float, *, is_saturated: bool, pool: int = 0, speed: float = 1.0
+    ) -> None:
+        """From now on the engines of a pool have all the rows that they take, or not, and are so
+        fast together (see `CapacityForecast.observe`).
 
         Call it after each round of handing out, at least a few times a second.
         """
         self.now_s = now_s
         num_in_flight = self._shares.num_in_flight[pool]
-        self._pools[pool].capacity.observe(now_s, num_in_flight, is_saturated=is_saturated)
+        capacity = self._pools[pool].capacity
+        capacity.observe(now_s, num_in_flight, is_saturated=is_saturated, speed=speed)
 
     def outlook(self, job_id: str) -> Outlook | None:
         """What becomes of a job's deadline; None without one, or before there is a forecast."""

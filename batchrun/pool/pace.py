@@ -1,7 +1,7 @@
 """When jobs will be done: a best guess, and a range that is to hold nine times of ten.
 
 From how fast offline work went, stretch by stretch: the tokens that all engines compute for it in a
-second, the recent past weighing most.
+second, the recent past weighing most. What was seen with other engines counts by their speeds.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ PRIOR_WEIGHT = 2.0
 LEAST_WINDOW_S = 60.0
 WINDOW_SHARE = 0.25
 """A forecast is the mean of so much of the time that it is for: the mix of rows changes slowly."""
+RESIZE_SD = 0.5
+"""Standard deviation of the logarithm of a pace for each unit by which that of the engines' speed
+differs from what it was seen with: the calls beside rows stay, and take another share of them."""
 
 Rates = NDArray[np.float64]
 
@@ -49,11 +52,14 @@ class PaceHistory:
     stretch_s: float
     num_stretches: int
     _rates: deque[float] = field(init=False)
+    _speeds: deque[float] = field(init=False)
+    _speed: float = 1.0
     _open_s: float = 0.0
     _open_tokens: float = 0.0
 
     def __post_init__(self) -> None:
         self._rates = deque(maxlen=self.num_stretches)
+        self._speeds = deque(maxlen=self.num_stretches)
 
     @property
     def seen_s(self) -> float:
@@ -67,20 +73,28 @@ class PaceHistory:
         while self._open_s >= self.stretch_s:
             tokens = self._open_tokens * self.stretch_s / self._open_s
             self._rates.append(tokens / self.stretch_s)
+            self._speeds.append(self._speed)
             self._open_s -= self.stretch_s
             self._open_tokens -= tokens
+
+    def resize(self, speed: float) -> None:
+        """From now on all engines together are so fast, in any unit."""
+        self._open_tokens *= speed / self._speed
+        self._speed = speed
 
     def forecast(self, horizon_s: float) -> PaceForecast | None:
         """The mean pace over the next `horizon_s`; None until a few stretches were seen.
 
         Its doubt is the error that the same forecast made over the past, at that horizon or at a
-        third of the past where that is shorter.
+        third of the past where that is shorter, and what the speed of other engines leaves open.
         """
-        rates = np.fromiter(self._rates, np.float64)
+        scales = self._speed / np.fromiter(self._speeds, np.float64)
+        rates = np.fromiter(self._rates, np.float64) * scales
         if len(rates) < LEAST_STRETCHES or not rates.any():
             return None
         stretches = max(1, round(horizon_s / self.stretch_s))
-        mean = float(rates[-self._window(stretches) :].mean())
+        window = self._window(stretches)
+        mean = float(rates[-window:].mean())
         if mean <= 0:
             return None
         horizon = min(stretches, max(1, len(rates) // LEAST_STRETCHES))
@@ -88,7 +102,8 @@ class PaceHistory:
         num = len(errors) / horizon
         squares = float(errors @ errors) / max(len(errors), 1)
         variance = (num * squares + PRIOR_WEIGHT * PRIOR_SD**2) / (num + PRIOR_WEIGHT)
-        return PaceForecast(mean, math.sqrt(variance))
+        resize_sd = RESIZE_SD * float(np.abs(np.log(scales[-window:])).mean())
+        return PaceForecast(mean, math.hypot(math.sqrt(variance), resize_sd))
 
     def _window(self, stretches: int) -> int:
         """How many stretches a forecast for so many looks back on."""
@@ -165,6 +180,11 @@ class Completions:
         """Time has passed in which the engines had all the work that they take."""
         self.fine.add(elapsed_s, computed_tokens)
         self.coarse.add(elapsed_s, computed_tokens)
+
+    def resize(self, speed: float) -> None:
+        """From now on all engines together are so fast, in any unit."""
+        self.fine.resize(speed)
+        self.coarse.resize(speed)
 
     def predict(
         self,
@@ -263,10 +283,13 @@ class CapacityForecast:
         else:
             self._new_tokens += computed_tokens
 
-    def observe(self, now_s: float, num_in_flight: int, *, is_saturated: bool) -> None:
+    def observe(
+        self, now_s: float, num_in_flight: int, *, is_saturated: bool, speed: float = 1.0
+    ) -> None:
         """From now on the engines have all the work that they take, or not.
 
-        `num_in_flight` rows are with the engines. Call it at each change, and a few times a second.
+        `num_in_flight` rows are with the engines, which together are so fast, in any unit; 0: there
+        are none. Call it at each change, and a few times a second.
         """
         elapsed_s, self._at = now_s - self._at, now_s
         if self._is_saturated and not self._num_early_rows:
@@ -276,6 +299,8 @@ class CapacityForecast:
             self._seen_s = self._seen_s * decay + elapsed_s
             self.completions.add(elapsed_s, self._new_tokens)
         self._new_tokens = 0
+        if speed:
+            self.completions.resize(speed)
         self._is_new |= not num_in_flight
         if is_saturated and not self._is_saturated:
             self._full_since_s, self._num_early_rows = now_s, num_in_flight

@@ -35,6 +35,7 @@ from batchrun.errors import (
     JobSpecError,
     RowsFailedError,
 )
+from batchrun.files import absolute
 from batchrun.home import Home
 from batchrun.jobs.prompts.template import RequestTemplate
 from batchrun.jobs.spec import JobSpec, told_fields
@@ -101,7 +102,7 @@ class Question:
             "input": {"path": [str(rows)], "format": "parquet", "messages": messages},
             "request": request,
         }
-        values = json.loads(json.dumps(values, default=_plain))
+        values = _as_json(values)
         digest = _digest(values, model.place)
         output = {"path": str(folder / f"{digest}.answers.parquet")}
         try:
@@ -134,6 +135,16 @@ def _digest(values: Mapping[str, Any], place: str | None) -> str:
     if fields != json.dumps(values["request"], sort_keys=True, separators=(",", ":")):
         text += fields
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:NAME_CHARS]
+
+
+def _as_json(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values as a job holds them. Raises InputError for what JSON or UTF-8 cannot hold."""
+    try:
+        held: dict[str, Any] = json.loads(json.dumps(values, default=_plain))
+        json.dumps(held, ensure_ascii=False).encode()
+    except (TypeError, ValueError, RecursionError) as failure:
+        raise InputError(f"no job can hold the template and its fields: {failure}") from None
+    return held
 
 
 def _plain(value: object) -> JsonValue:
@@ -180,7 +191,7 @@ def served(model: str | None) -> Served:
 
 def _place(model: str) -> str:
     """A model's folder by its one path, a hub id as it is."""
-    folder = Path(model).expanduser()
+    folder = Path(absolute(Path(), model))
     return str(folder.resolve()) if folder.is_dir() and model not in TINY_MODELS else model
 
 
@@ -216,15 +227,19 @@ class Asked:
             return self._begin(client)
 
     def _begin(self, client: DaemonClient) -> str:
-        same = find_same(self.job, self.home, self._answers)
-        if same is not None and not same.record.state.is_terminal:
+        same = find_same(
+            self.job,
+            self.home,
+            lambda each: (each.goes_on or each.may_continue) and self._answers(each),
+        )
+        if same is not None and same.goes_on:
             go_on(same.record.id, client)
             return same.record.id
         spec = JobSpec.model_validate_json(self.job.spec)
         path = Path(spec.output.path).with_suffix(f".{self.job.id}.parquet")
         output = spec.output.model_copy(update={"path": str(path)})
         changes: dict[str, object] = {"output": output}
-        if same is not None and same.may_continue:
+        if same is not None:
             changes["continue_from"] = same.record.id
         job = replace(self.job, spec=spec.model_copy(update=changes).model_dump_json())
         return hand_over(job, self.home)[0]

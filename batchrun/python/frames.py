@@ -8,10 +8,12 @@ from __future__ import annotations
 import datetime
 import decimal
 import json
+import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -49,7 +51,9 @@ class Frame:
 
 
 def frame_of(given: Any) -> Frame:
-    """What was handed over, as one of the four kinds. Raises InputError for anything else."""
+    """What was handed over, as one of the four kinds. Raises InputError for anything else, and in
+    a process that was forked after a call."""
+    _refuse_fork()
     kinds = {(kind.__module__.split(".")[0], kind.__name__) for kind in type(given).mro()}
     if isinstance(given, pl.LazyFrame):
         return _polars(_collected(given), lambda table: table.lazy())
@@ -63,6 +67,21 @@ def frame_of(given: Any) -> Frame:
         f"a {type(given).__name__} is no table: give a polars, pandas or Arrow one; for rows in "
         "plain Python there is batchrun.stream"
     )
+
+
+@cache
+def _first_pid() -> int:
+    """The process that began polars' threads, as far as is known; a forked one inherits the answer
+    and has no such threads."""
+    return os.getpid()
+
+
+def _refuse_fork() -> None:
+    if _first_pid() != os.getpid():
+        raise InputError(
+            "this process was forked after a call of batchrun, and polars would hang in it; use "
+            'multiprocessing\'s start method "spawn", or threads'
+        )
 
 
 @contextmanager
@@ -83,7 +102,9 @@ def _collected(frame: pl.LazyFrame) -> pl.DataFrame:
 
 
 def frame_of_rows(rows: Sequence[Mapping[str, object]]) -> Frame:
-    """Rows in plain Python; a key that a row lacks is null. Raises DataError."""
+    """Rows in plain Python; a key that a row lacks is null. Raises DataError, and InputError as
+    `frame_of` does."""
+    _refuse_fork()
     names = dict.fromkeys(name for row in rows for name in row)
     with _told("the rows do not make a table"):
         table = pl.DataFrame({

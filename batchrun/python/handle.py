@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import glob
 import time
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any, Self
 
 import polars as pl
+from polars.datatypes import DataTypeClass
 
 from batchrun.control.client import DaemonClient
 from batchrun.control.following import check_end, is_over, watch
@@ -76,8 +79,7 @@ class Job:
         files = files_of(place, spec.output.rows_per_file)
         if PurePath(place).suffix == ".parquet":
             return pl.scan_parquet(files, glob=False)
-        parts = [pl.scan_ndjson(glob.escape(file), infer_schema_length=None) for file in files]
-        return pl.concat(parts, how="diagonal_relaxed")
+        return _scan_parts([glob.escape(file) for file in files])
 
     def errors(self) -> pl.DataFrame:
         """The rows that failed so far: `row` (from 0), `attempts`, `code`, `message`."""
@@ -105,6 +107,43 @@ class Job:
 
     def _change(self, action: str) -> None:
         DaemonClient(self.home).post(f"/jobs/{self.id}/{action}")
+
+
+def _scan_parts(parts: list[str]) -> pl.LazyFrame:
+    """JSONL files as one table, each column of one type in all of them."""
+    scans = [pl.scan_ndjson(part, infer_schema_length=None) for part in parts]
+    if len(scans) == 1:
+        return scans[0]
+    schemas = [scan.collect_schema() for scan in scans]
+    names = dict.fromkeys(name for schema in schemas for name in schema)
+    common = {
+        name: _common_type([each[name] for each in schemas if name in each]) for name in names
+    }
+    return pl.scan_ndjson(parts, schema=common)
+
+
+def _common_type(kinds: Sequence[pl.DataType]) -> pl.DataType:
+    """The type that holds what columns of all these types do; text, which is then JSON, where
+    polars would make other values of some."""
+    if not _go_together(kinds):
+        return pl.String()
+    empty = [pl.DataFrame(schema={"": kind}) for kind in kinds]
+    return pl.concat(empty, how="vertical_relaxed").dtypes[0]
+
+
+def _go_together(kinds: Iterable[pl.DataType | DataTypeClass]) -> bool:
+    """Whether these types are equal or numbers, or lists or structs of such."""
+    told = {kind for kind in kinds if kind != pl.Null}
+    if len(told) <= 1 or all(kind.is_numeric() for kind in told):
+        return True
+    parts = defaultdict(list)
+    for kind in told:
+        if isinstance(kind, pl.List):
+            parts[""].append(kind.inner)
+        elif isinstance(kind, pl.Struct):
+            for field in kind.fields:
+                parts[field.name].append(field.dtype)
+    return len({kind.base_type() for kind in told}) == 1 and all(map(_go_together, parts.values()))
 
 
 def submit(

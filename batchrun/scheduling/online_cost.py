@@ -110,7 +110,7 @@ class OnlineCost:
             return self._idle_s(view, cost)
         decodes, prefills = view.online_by_kind()
         alone = alone_step(
-            view.model,
+            view.alone_model,
             [request.num_computed_tokens + 1 for request in decodes],
             _prompts(view, prefills, view.token_budget - len(decodes)),
             cost,
@@ -149,7 +149,7 @@ class OnlineCost:
             if request.request_id not in self._met:
                 tokens = request.num_tokens
                 prompt = tokens - view.look_up(request).num_tokens, tokens
-                self._ttft_alone_s.append(alone_step(view.model, (), [prompt], 1).whole_s)
+                self._ttft_alone_s.append(alone_step(view.alone_model, (), [prompt], 1).whole_s)
                 self._found_idle.append(self._was_idle)
         self._met = {request.request_id for request in calls}
         self._was_idle = not calls

@@ -222,7 +222,8 @@ class EngineView:
     preempting it would free. `is_ready(request)` says whether a waiting one may be admitted at all
     (its grammar is there, no output in flight).
     `online_waiting` is in order of `BY_ARRIVAL`, `offline_waiting` in planned order.
-    `error_share` is the mean error of the latest predictions of `model` (0.1: 10 %).
+    `error_share` is the mean error of the latest predictions of `model` (0.1: 10 %); `alone_model`
+    says what steps would take if the engine held no row.
     `online_slo_ttft_s` and `online_slo_tpot_s` are the bounds of online requests without a class;
     `online_cost` is how many times as slow as alone they may be, None where nobody says; `calls`
     is what all online requests so far tell of those to come; `were_calls_lately` where one came or
@@ -233,6 +234,7 @@ class EngineView:
     now_s: float
     rest_s: float
     model: StepTimeModel
+    alone_model: StepTimeModel
     online_running: Sequence[RequestView]
     online_waiting: Sequence[RequestView]
     offline_running: Sequence[RequestView]

@@ -15,21 +15,22 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
     ConfigDict,
     Discriminator,
     Field,
     StringConstraints,
     Tag,
+    model_validator,
 )
 
 from batchrun.cache.eviction import EVICTIONS
 from batchrun.config import STOCK_POLICY, OnlineCostFactor, Reserve
 from batchrun.daemon.plugin import read_profile
-from batchrun.errors import ConfigError, known_name
+from batchrun.errors import ConfigError, DataError, known_name
 from batchrun.estimator.forecast import ForecastRule
 from batchrun.estimator.profile import CalibrationProfile
+from batchrun.files import absolute
 from batchrun.jobs.spec import Weight
 from batchrun.pool.prefix_keys import IntArray
 from batchrun.quantities import parse_duration_s
@@ -50,7 +51,7 @@ from batchrun.simulator.simulation import SimulationPlan
 from batchrun.simulator.traces.reading import Drawing, read_trace
 from batchrun.simulator.virtual.engine import Timing
 from batchrun.simulator.virtual.setup import EngineShape, ModelLaw
-from batchrun.strict import read_document, validate_document
+from batchrun.strict import Strict, read_document, validate_document
 
 REFERENCE = "a100-8b"
 """Llama-3.1-8B in bf16 on an A100-40GB, by its data sheet: steps without a profile."""
@@ -77,8 +78,8 @@ Pair = Annotated[tuple[Count, Count], AfterValidator(_ordered)]
 MAX_ENGINES = 1024
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+class _Strict(Strict):
+    model_config = ConfigDict(allow_inf_nan=False)
 
 
 class EnginesSpec(_Strict):
@@ -137,6 +138,12 @@ class LengthSpec(_Strict):
     least: Count = 1
     most: Count
 
+    @model_validator(mode="after")
+    def _bounds_are_ordered(self) -> LengthSpec:
+        if self.least > self.most:
+            raise ValueError(f"least is above most ({self.least} > {self.most})")
+        return self
+
 
 class GeneratorSpec(_Strict):
     """Poisson arrivals: `rate` a second, swinging by the share `swing` once every `swing_period`,
@@ -150,6 +157,12 @@ class GeneratorSpec(_Strict):
     burst_period: Seconds = 90.0
     prompt_tokens: LengthSpec = LengthSpec(median=200, sigma=1.0, least=8, most=2000)
     output_tokens: LengthSpec = LengthSpec(median=148, sigma=0.8, least=4, most=800)
+
+    @model_validator(mode="after")
+    def _a_burst_ends(self) -> GeneratorSpec:
+        if self.burst_length > self.burst_period:
+            raise ValueError("burst_length is more than burst_period")
+        return self
 
 
 class OnlineSpec(_Strict):
@@ -177,7 +190,7 @@ class ShapeSpec(_Strict):
 
 
 class SimulatedJob(_Strict):
-    """A job: a job `file`, or a `shape`. `after`: when it is submitted, from the start.
+    """A job: a job `file`, or a `shape`. `after`: when it is submitted, in simulated time.
 
     `weight` and `deadline` are the file's unless given. `output_tokens` are bounds of the answers
     of a file's rows; without them every answer has the length that the daemon expects.
@@ -206,6 +219,12 @@ class ScenarioFile(_Strict):
     jobs: tuple[SimulatedJob, ...] = ()
 
     @property
+    def simulated_s(self) -> float:
+        """What of the duration is simulated: all of it, or its windows."""
+        windows = self.windows
+        return self.duration if windows is None else windows.count * windows.length
+
+    @property
     def kinds(self) -> tuple[EnginesSpec, ...]:
         """Of engines, one at least."""
         return self.engines if isinstance(self.engines, tuple) else (self.engines,)
@@ -229,8 +248,7 @@ def _problems(scenario: ScenarioFile) -> Iterator[tuple[str, str]]:
         yield "online", "needs one of 'trace' and 'generator'"
     if online is None and not scenario.jobs:
         yield "", "nothing to simulate: give 'online', 'jobs' or both"
-    windows = scenario.windows
-    if windows is not None and windows.count * windows.length > scenario.duration:
+    if scenario.simulated_s > scenario.duration:
         yield "windows", "its windows are longer than the duration together"
     for index, job in enumerate(scenario.jobs):
         key = f"jobs[{index}]"
@@ -238,6 +256,8 @@ def _problems(scenario: ScenarioFile) -> Iterator[tuple[str, str]]:
             yield key, "needs one of 'file' and 'shape'"
         if job.shape is not None and job.output_tokens is not None:
             yield f"{key}.output_tokens", "is for a job file; a shape has its own"
+        if job.after >= scenario.simulated_s:
+            yield f"{key}.after", f"must be less than the {scenario.simulated_s:g} s simulated"
 
 
 def plan_of(scenario: ScenarioFile, base: Path) -> SimulationPlan:
@@ -246,16 +266,14 @@ def plan_of(scenario: ScenarioFile, base: Path) -> SimulationPlan:
     Raises DataError, JobSpecError or ConfigError, one line, when a file in it cannot be used.
     """
     calls = _calls(scenario, base)
-    duration_s = scenario.duration
     windows = scenario.windows
     if windows is not None:
-        calls = windows_of(calls, duration_s, windows.count, windows.length, scenario.seed)
-        duration_s = windows.count * windows.length
+        calls = windows_of(calls, scenario.duration, windows.count, windows.length, scenario.seed)
     kinds = [engine_of(kind, scenario.slo, base) for kind in scenario.kinds]
     counts = [kind.count for kind in scenario.kinds]
     engines = [plan for plan, num in zip(kinds, counts, strict=True) for _ in range(num)]
     return SimulationPlan(
-        duration_s,
+        scenario.simulated_s,
         calls,
         [_job(job, index, scenario.seed, base) for index, job in enumerate(scenario.jobs)],
         len(engines),
@@ -267,13 +285,22 @@ def plan_of(scenario: ScenarioFile, base: Path) -> SimulationPlan:
     )
 
 
+LEAST_SHARE = 0.99
+"""A trace of a day ends a little before the day does."""
+
+
 def _calls(scenario: ScenarioFile, base: Path) -> CallTrace:
     online = scenario.online
     if online is None:
         return Calls.of([])
     if online.trace is not None:
         drawing = Drawing(scenario.seed, to_s=scenario.duration)
-        trace = read_trace(base / Path(online.trace).expanduser(), drawing=drawing)
+        trace = read_trace(Path(absolute(base, online.trace)), drawing=drawing)
+        if trace.duration_s < LEAST_SHARE * scenario.duration:
+            raise DataError(
+                f"{online.trace}: lasts {trace.duration_s:,.6g} s, less than the duration of the "
+                f"scenario, {scenario.duration:,.6g} s"
+            )
         return trace.between(0, min(scenario.duration, trace.duration_s))
     assert online.generator is not None
     return Calls.of(_traffic(online.generator).draw(scenario.duration, scenario.seed))
@@ -318,7 +345,7 @@ def _job(spec: SimulatedJob, index: int, seed: int, base: Path) -> OfflineJob:
         return rng.integers(bounds[0], bounds[1], num_rows, endpoint=True)
 
     return job_of_file(
-        base / Path(spec.file).expanduser(),
+        Path(absolute(base, spec.file)),
         JobTerms(spec.weight, spec.after, deadline_s),
         draw_output_tokens=None if bounds is None else draw,
         name=spec.name,
@@ -330,9 +357,7 @@ def engine_of(spec: EnginesSpec, slo: SloSpec, base: Path) -> EnginePlan:
 
     Raises DataError or ConfigError, one line, when the profile cannot be used.
     """
-    profile = (
-        None if spec.steps == REFERENCE else read_profile(base / Path(spec.steps).expanduser())
-    )
+    profile = None if spec.steps == REFERENCE else read_profile(Path(absolute(base, spec.steps)))
     defaults = EngineShape()
     blocks, tokens = defaults.num_blocks, defaults.block_tokens
     budget, max_running = defaults.token_budget, defaults.max_num_seqs

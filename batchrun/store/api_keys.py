@@ -43,6 +43,10 @@ class KeyLimits:
 
 NO_LIMITS = KeyLimits()
 LIMIT_NAMES = tuple(KeyLimits.__dataclass_fields__)
+_LARGEST = {
+    **dict.fromkeys(("requests_per_minute", "concurrent_batches", "concurrent_calls"), MAX_COUNT),
+    **dict.fromkeys(("enqueued_tokens", "stored_bytes"), MAX_TOKENS),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +76,12 @@ class ApiKeyRecord(NewApiKey):
 
 
 def limits_of(key: ApiKeyRecord, defaults: KeyLimits) -> KeyLimits:
-    """A key's limits; those that a user key does not have itself are the `defaults`."""
-    if key.role == "admin":
-        return key.limits
+    """A key's limits; those that a user key does not have itself are the `defaults`, and the
+    largest that there can be is none."""
     own = {name: value for name, value in asdict(key.limits).items() if value is not None}
-    return replace(defaults, **own)
+    limits = key.limits if key.role == "admin" else replace(defaults, **own)
+    is_none = {name for name, most in _LARGEST.items() if getattr(limits, name) == most}
+    return replace(limits, **dict.fromkeys(is_none))
 
 
 @dataclass(frozen=True, slots=True)

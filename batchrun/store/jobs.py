@@ -104,7 +104,8 @@ OPEN = [str(state) for state in JobState if not state.is_terminal]
 """Found by their index, of which `not in` makes no use."""
 ID_ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
 ID_LENGTH = 10
-LEAST_PREFIX_CHARS = len("job_") + 2
+LEAST_PREFIX_CHARS = 2
+"""How much of an id must be given behind its `job_` or `batch_`."""
 LEADER_SETTING, LEADER_GATEWAY_SETTING = "leader", "leader gateway"
 ENDED_PREFIX = "ended:"
 """With it and a job's id begins the key of the setting that stands until its end was told."""
@@ -345,19 +346,18 @@ def note_output(store: Store, job_id: str) -> None:
 
 
 def get(store: Store, job_id: str) -> JobRecord:
-    """The job with this id, or with this unique prefix of its id, or the newest of this name.
+    """The job with this id, or the newest of this name, or that with this unique prefix of its id.
 
     Raises UnknownJobError: no such job, or a prefix that several jobs share.
     """
     with store.read() as connection:
         found = connection.execute(select(jobs).where(jobs.c.id == job_id)).all()
-        if not found and len(job_id) >= LEAST_PREFIX_CHARS:
-            found = connection.execute(
-                select(jobs).where(jobs.c.id.startswith(job_id, autoescape=True)).limit(2)
-            ).all()
         if not found:
             by_name = select(jobs).where(jobs.c.name == job_id).order_by(jobs.c.seq.desc())
             found = connection.execute(by_name.limit(1)).all()
+        if not found and len(job_id.partition("_")[2]) >= LEAST_PREFIX_CHARS:
+            begins = jobs.c.id.startswith(job_id, autoescape=True)
+            found = connection.execute(select(jobs).where(begins).limit(2)).all()
     if len(found) != 1:
         what = "several jobs begin so" if found else "no such job"
         raise UnknownJobError(f"{job_id}: {what}; `batchrun status` lists the jobs")
@@ -411,9 +411,9 @@ def list_some(store: Store, seqs: Sequence[int]) -> list[JobRecord]:
         return [record_of(row) for row in connection.execute(query)] if seqs else []
 
 
-def list_alike(store: Store, content_hash: str) -> list[JobRecord]:
-    """The jobs of this content, the newest first, those that have not ended before the others."""
-    query = select(jobs).where(jobs.c.content_hash == content_hash)
+def list_alike(store: Store, *hashes: str) -> list[JobRecord]:
+    """The jobs of such content, the newest first, those that have not ended before the others."""
+    query = select(jobs).where(jobs.c.content_hash.in_(hashes))
     query = query.order_by(jobs.c.state.in_(ENDED), jobs.c.seq.desc())
     with store.read() as connection:
         return [record_of(row) for row in connection.execute(query)]

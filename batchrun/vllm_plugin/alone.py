@@ -52,7 +52,7 @@ class Latency(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Flight:
-    """`alone` is None for a step without offline work: alone it would take what it takes."""
+    """`alone` is None where the engine holds no row: alone the step would take what it takes."""
 
     scheduled_at_s: float
     predicted_s: float
@@ -60,7 +60,7 @@ class _Flight:
 
 
 class AloneClock:
-    """Runs with the steps of one engine: whole for steps of calls, in part for those with rows."""
+    """Runs with the steps of one engine: whole while it holds no row, else with their share."""
 
     def __init__(self) -> None:
         self._flights: deque[_Flight] = deque()
@@ -159,7 +159,7 @@ class CallCosts:
         predicted_s: float,
         now_s: float,
     ) -> None:
-        """A step with offline work in it was handed to the engine."""
+        """A step was handed to the engine, which holds offline work; `model` is of steps alone."""
         decodes: list[int] = []
         prompts: list[tuple[int, int]] = []
         for request_id, new_tokens in output.num_scheduled_tokens.items():

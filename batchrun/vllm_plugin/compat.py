@@ -354,7 +354,9 @@ def _throw_away(
 
 
 def _check(scheduler: SchedulerT, rehearse: Rehearse[SchedulerT]) -> None:
-    unit = scheduler.block_size if scheduler.need_mamba_block_aligned_split else UNIT_TOKENS
+    unit = min(UNIT_TOKENS, max(scheduler.max_num_scheduled_tokens // 2, 1))
+    if scheduler.need_mamba_block_aligned_split:
+        unit = scheduler.block_size
     prompt = NUM_UNITS * unit
     first = _request("self-test-1", prompt, scheduler.hash_block_size)
     second = _request("self-test-2", prompt, scheduler.hash_block_size)

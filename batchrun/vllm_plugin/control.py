@@ -357,8 +357,8 @@ class DaemonLink:
             labels, scheduled = self._labels, output.num_scheduled_tokens
             self._last_steps.note(labels[name] for name in scheduled if name in labels)
         views = self._state.views
-        if self.meter.scheduled(output, views):
-            model = self._state.estimates.model
+        if self.meter.scheduled(output, views) or self._state.num_offline:
+            model = self._state.estimates.alone_model
             self.meter.costs.scheduled(output, views, model, predicted_s, now_s)
         else:
             self.meter.costs.clock.scheduled(now_s, predicted_s, None)

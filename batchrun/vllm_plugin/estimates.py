@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 import vllm
 from vllm.config import VllmConfig
@@ -24,7 +25,7 @@ from vllm.v1.request import Request
 from batchrun.cache.eviction import reserve_blocks
 from batchrun.errors import ConfigError
 from batchrun.estimator.forecast import KvForecast
-from batchrun.estimator.online_fit import OnlineFit
+from batchrun.estimator.online_fit import OnlineFit, ScaledModel
 from batchrun.estimator.profile import (
     EngineFacts,
     EngineIdentity,
@@ -32,7 +33,7 @@ from batchrun.estimator.profile import (
     profile_from_json,
     step_line,
 )
-from batchrun.estimator.step_load import ObservedGap, StepLoad
+from batchrun.estimator.step_load import NUM_KINDS, ObservedGap, StepLoad
 from batchrun.estimator.step_time import AnyModel, StepTimeModel
 from batchrun.vllm_plugin.settings import PluginSettings
 
@@ -40,6 +41,14 @@ log = logging.getLogger(__name__)
 
 MAX_RECORDED_STEPS = 200_000
 MAX_PROFILE_BYTES = 1 << 20
+NUM_ALONE_STEPS = 64
+"""Steps of each kind that are remembered from while the engine held no row."""
+LEAST_ALONE_STEPS = 16
+"""Fewer tell nothing of their kind."""
+ALONE_MEMORY_S = 600.0
+COMPARE_EVERY_STEPS = 64
+LEAST_ALONE_SHARE = 0.5
+"""Steps without rows in the engine are not believed to take less of what the model says."""
 
 
 def engine_facts(config: VllmConfig, kv_blocks: int) -> EngineFacts:
@@ -107,6 +116,39 @@ class StepRecorder:
             os.write(self._fd, step_line(load, step_s, gap).encode())
 
 
+class AloneSteps:
+    """How long steps take while the engine holds no row, by what the model says of them.
+
+    Rows that sit a step out slow it too: caches are cold after the step before, and the host plans
+    and keeps account of more. So what steps beside them teach says too much of calls alone.
+    """
+
+    def __init__(self) -> None:
+        self._steps = [
+            deque[tuple[float, StepLoad, float]](maxlen=NUM_ALONE_STEPS) for _ in range(NUM_KINDS)
+        ]
+        self.shares = (1.0,) * NUM_KINDS
+        """By kind of step; 1 where too little is known."""
+
+    def add(self, load: StepLoad, step_s: float, now_s: float) -> None:
+        """A step took so long, and the engine holds no row."""
+        self._steps[load.kind].append((now_s, load.totals(), step_s))
+
+    def compare(self, model: StepTimeModel, now_s: float) -> None:
+        """Set the shares by the model as it stands: O(steps remembered), 0.2 ms."""
+        self.shares = tuple([self._share(steps, model, now_s) for steps in self._steps])
+
+    def _share(
+        self, steps: deque[tuple[float, StepLoad, float]], model: StepTimeModel, now_s: float
+    ) -> float:
+        while steps and now_s - steps[0][0] > ALONE_MEMORY_S:
+            steps.popleft()
+        if len(steps) < LEAST_ALONE_STEPS:
+            return 1.0
+        share = median([step_s / max(model.predict_s(load), 1e-9) for _, load, step_s in steps])
+        return min(1.0, max(LEAST_ALONE_SHARE, share))
+
+
 class Estimates:
     """The step-time model, refined by every step, and the online reserve."""
 
@@ -123,6 +165,8 @@ class Estimates:
             sigmas=settings.forecast_sigmas,
         )
         self._are_calls_near = True
+        self._alone = AloneSteps()
+        self._num_samples = 0
         self.model: StepTimeModel = self._fit.as_of_late()
 
     def predict_s(self, load: StepLoad | None) -> float:
@@ -134,10 +178,20 @@ class Estimates:
         """How far predictions of the latest steps were off, on average (0.1: 10 %)."""
         return self._fit.error_share
 
+    @property
+    def alone_model(self) -> StepTimeModel:
+        """What steps would take if the engine held no row."""
+        shares = self._alone.shares
+        return self.model if min(shares) == 1.0 else ScaledModel(self.model, shares)
+
     def observe(self, load: StepLoad, step_s: float) -> None:
         """A step with this load took so long."""
         self._fit.observe(load, step_s)
         self.expect_calls(soon=self._are_calls_near)
+
+    def observe_alone(self, load: StepLoad, step_s: float, now_s: float) -> None:
+        """The same step, where the engine holds no row."""
+        self._alone.add(load, step_s, now_s)
 
     def expect_calls(self, *, soon: bool) -> None:
         """Beside calls, and where some may come, `model` follows what steps took of late; rows
@@ -146,8 +200,11 @@ class Estimates:
         self.model = self._fit.as_of_late() if soon else self._fit.best()
 
     def sample(self, now_s: float, online_blocks: int) -> None:
-        """Online requests hold so many blocks now."""
+        """Before a step: online requests hold so many blocks now."""
         self.forecast.sample(now_s, online_blocks)
+        self._num_samples += 1
+        if self._num_samples % COMPARE_EVERY_STEPS == 0:
+            self._alone.compare(self.model, now_s)
 
     def reserve_blocks(self, online_blocks: int) -> int:
         """Blocks to keep free for online requests that have not come yet."""

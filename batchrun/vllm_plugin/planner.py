@@ -113,6 +113,7 @@ class ViewBuilder:
             now_s=now_s,
             rest_s=state.steps.rest_s(now_s),
             model=state.estimates.model,
+            alone_model=state.estimates.alone_model,
             error_share=state.estimates.error_share,
             online_running=online,
             online_waiting=self._ready_calls(),

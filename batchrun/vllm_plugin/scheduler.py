@@ -395,6 +395,8 @@ class ColocatedScheduler(AsyncScheduler):
             self.daemon_link.meter.timed(load.num_tokens, predicted_s, seconds)
             if self._recorder is None:
                 state.estimates.observe(load, seconds)
+                if not state.num_offline:
+                    state.estimates.observe_alone(load, seconds, now_s)
             else:
                 self._recorder.add(load, seconds, state.steps.gap)
 

@@ -109,6 +109,11 @@ def test_the_self_test_refuses_a_version_that_does_not_obey(
     build(scheduler_cls, policy="bs")
 
 
+@pytest.mark.parametrize("budget", [1, 2, 15, 16])
+def test_a_small_token_budget_is_no_wrong_version(budget: int) -> None:
+    build(token_budget=budget, max_num_seqs=1)
+
+
 def test_the_self_test_leaves_no_trace() -> None:
     stock, mine = build(AsyncScheduler, log_stats=True), ours(build(log_stats=True))
     for scheduler in (stock, mine):

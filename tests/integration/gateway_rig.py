@@ -75,10 +75,9 @@ class Engine:
             if document.get("model") == "hold":
                 await asyncio.Event().wait()
             if document.get("model") == "flat":
-                return web.json_response({"detail": "Not Found"}, status=404)
+                return _flat_error(document)
             if document.get("model") == "torn" and request.transport is not None:
-                request.transport.write(b"HTTP/1.1 500 Oh\r\nContent-Length: 99\r\n\r\n{")
-                request.transport.close()
+                _answer_in_part(request.transport, document)
                 await asyncio.Event().wait()
             if document.get("model") == "blunt":
                 shown = str(document)[: document.get("shown", 10**6)]
@@ -134,6 +133,28 @@ def _event(index: int) -> bytes:
         "choices": [choice],
     }
     return b"data: " + json.dumps(chunk).encode() + b"\n\n"
+
+
+def _answer_in_part(transport: asyncio.Transport, document: dict[str, Any]) -> None:
+    """And break off, unless the call says otherwise."""
+    status, said = document.get("status", "500 Oh"), document.get("said", "{")
+    transport.write(f"HTTP/1.1 {status}\r\nContent-Length: 99\r\n\r\n{said}".encode())
+    if document.get("breaks_off", True):
+        transport.close()
+
+
+def _flat_error(document: dict[str, Any]) -> web.Response:
+    """In pieces or compressed, where the call's `framing` says so, or its `coding` and `coded`."""
+    reply = web.json_response({"detail": document.get("said", "Not Found")}, status=404)
+    framing = document.get("framing")
+    if "coding" in document:
+        reply.body = bytes.fromhex(document["coded"])
+        reply.headers["Content-Encoding"] = document["coding"]
+    if framing == "chunked":
+        reply.enable_chunked_encoding()
+    elif framing is not None:
+        reply.enable_compression(web.ContentCoding(framing))
+    return reply
 
 
 def _completion(path: str) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import signal
@@ -169,6 +170,48 @@ async def test_a_renewed_certificate_is_shown_without_a_restart(
             after.replace(before)
         await until(lambda: engine.client.state is not None)
         await engine.stop()
+
+
+async def test_a_daemon_believes_a_renewed_certificate_and_the_old_one_no_more(
+    rig: AgentRig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr("batchrun.engine.agent.remote.LONGEST_RETRY_S", 0.05)
+    monkeypatch.setattr("batchrun.engine.agent.remote.LOOK_S", 0.05)
+    shown = []
+    for name in ("old", "new"):
+        (tmp_path / name).mkdir()
+        shown.append(write_certificate(tmp_path / name, "127.0.0.1"))
+    trusted = tmp_path / "trusted.pem"
+    trusted.write_bytes(shown[0][0].read_bytes())
+    address = AgentAddress(name="a", url=rig.url, secret_file=rig.secret_file, certificate=trusted)
+    follower, looker = AgentEngine(address).client, AgentEngine(address).client
+    looking = asyncio.create_task(looker.watch_from_afar())
+    follower.connect()
+    clients = follower, looker
+    async with rig.running(*shown[0]):
+        await until(lambda: all(client.state for client in clients))
+    async with rig.running(*shown[1]):
+        await until(lambda: all("certificate" in each.trouble for each in clients))
+        assert follower.trouble.endswith("; see `certificate`")
+        trusted.write_text("half a certifi")
+        await until(lambda: caplog.text.count("what was believed before still is") == 2)
+        with monkeypatch.context() as full:
+            full.setattr(os, "memfd_create", _find_no_descriptor)
+            trusted.write_bytes(shown[1][0].read_bytes())
+            await until(lambda: caplog.text.count("Too many open files; what was believed") >= 2)
+        await until(lambda: all(client.state for client in clients))
+    async with rig.running(*shown[0]):
+        await until(lambda: all("certificate" in each.trouble for each in clients))
+    looking.cancel()
+    await asyncio.wait([looking])
+    await asyncio.gather(*(client.close() for client in clients))
+
+
+def _find_no_descriptor(*_: object) -> int:
+    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
 
 async def test_a_row_of_another_content_is_another_row(tmp_path: Path) -> None:
@@ -484,6 +527,33 @@ async def test_a_wrong_secret_is_told_in_one_line(
         with pytest.raises(EngineError, match="it does not hold this secret"):
             async with other.connected():
                 pass
+
+
+@pytest.mark.parametrize(
+    ("address", "is_secret_right", "trouble"),
+    [
+        ("10.9.9.9", True, "is not valid for '127.0.0.1'; see `certificate`"),
+        ("127.0.0.1", False, "; it may hold another secret"),
+    ],
+)
+async def test_trouble_with_a_certificate_is_told_as_what_it_is(
+    rig: AgentRig,
+    tmp_path: Path,
+    address: str,
+    trouble: str,
+    *,
+    is_secret_right: bool,
+) -> None:
+    (tmp_path / "other").mkdir()
+    secret_file = rig.secret_file if is_secret_right else AgentRig(tmp_path / "other").secret_file
+    shown = write_certificate(tmp_path, address)
+    at = AgentAddress(name="a", url=rig.url, secret_file=secret_file, certificate=shown[0])
+    client = AgentEngine(at).client
+    async with rig.running(*shown):
+        client.connect()
+        await until(lambda: client.trouble not in {"", "connecting"})
+        assert client.trouble.endswith(trouble)
+        await client.close()
 
 
 def test_the_guard_ends_an_engine_whose_agent_was_killed(tmp_path: Path) -> None:

@@ -27,7 +27,9 @@ from kill_rig import (
     wait_until_running,
 )
 
+from batchrun.daemon.plugin import channel_path
 from batchrun.engine.process import find_family, read_record
+from batchrun.home import Home
 
 ROOT = Path(__file__).parents[2]
 PARTS = ("daemon", "gateway", "engine", "agent")
@@ -173,6 +175,11 @@ def test_an_agent_whose_engine_cannot_start_says_why(rig: DeploymentRig) -> None
     assert "batchrun: engine 0 ended while starting the process" in done.stderr.splitlines()[-1]
 
 
+def test_a_key_that_would_not_be_shown_is_refused(rig: DeploymentRig) -> None:
+    code, line = rig.refuse("engine", "serve", "--attach", "http://127.0.0.1:1", "--key", "a")
+    assert (code, line) == (2, "batchrun: --key is that of --certificate: give both\n")
+
+
 def test_a_vllm_of_ones_own_gets_what_it_needs(rig: DeploymentRig) -> None:
     lines = rig.call("engine", "environment", "--name", "b").stdout.splitlines()
     names = [line.removeprefix("export ").partition("=")[0] for line in lines]
@@ -180,6 +187,12 @@ def test_a_vllm_of_ones_own_gets_what_it_needs(rig: DeploymentRig) -> None:
     assert (rig.home / "agents" / "b" / "secret").exists()
     again = rig.call("engine", "environment", "--name", "b").stdout.splitlines()
     assert again == lines
+
+    odd = rig.folder / 'it\'s "$(false)"'
+    said = rig.call("engine", "environment", "--name", "b", "--home", str(odd)).stdout
+    argv = ["sh", "-c", 'eval "$1" && printf %s "$BATCHRUN_CHANNEL"', "sh", said]
+    shown = subprocess.run(argv, capture_output=True, text=True, check=True)
+    assert shown.stdout == str(channel_path(Home(odd).agent("b"), "b"))
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="there is no systemd here")

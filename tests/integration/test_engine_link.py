@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import zmq
 from conftest import FakeEngineFactory
+from msgspec.structs import replace
 from test_dispatcher_abort import running_daemon, submit_rows
 
 from batchrun.daemon.engine_link import EngineLink, Steering
@@ -104,13 +106,22 @@ async def test_what_callers_feel_reaches_the_engine_at_once(path: Path, engine: 
         await hears(FeltCalls(3, 1))
 
 
-async def test_a_change_is_answered_with_what_is_in_force(path: Path, engine: Engine) -> None:
+@pytest.mark.parametrize("ahead_s", [-60.0, 0.0, 60.0])
+async def test_a_change_is_answered_with_what_is_in_force(
+    path: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch, ahead_s: float
+) -> None:
+    """Whatever the clock of the engine's machine says."""
     steering, link = steering_of(path, ["job-a"])
+    said = replace(telemetry(), sent_at=time.time() + ahead_s)
     async with running(steering):
-        engine.channel.publish(telemetry())
+        engine.channel.publish(said)
         await until(lambda: link.telemetry)
         answers = await steering.change("bs+e", 64)
         answer, now = answers["0"], link.telemetry
+        monkeypatch.setattr("batchrun.daemon.engine_link.LAG_S", 0.0)
+        newer = replace(said, sent_at=said.sent_at + 1, policy="bs")
+        engine.channel.publish(newer)
+        await until(lambda: link.telemetry == newer)
 
     assert answer is not None and now is not None
     assert (answer.policy, answer.token_budget, answer.error) == ("bs+e", 64, None)

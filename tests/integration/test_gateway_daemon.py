@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -13,6 +14,8 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 from gateway_rig import Gateway, running_gateway, until
+
+from batchrun.home import GATEWAY_HEADER, TALLY_PATH
 
 KEY = "only the gateway knows"
 
@@ -102,10 +105,13 @@ async def test_a_long_answer_comes_whole(tmp_path: Path) -> None:
         assert await reply.read() == b"x" * 5_000_000
 
 
-async def test_an_upload_is_waited_for_as_long_as_the_daemon_lives(tmp_path: Path) -> None:
+@pytest.mark.parametrize("path", ["/v1/files", "/dashboard/uploads"])
+async def test_an_upload_is_waited_for_as_long_as_the_daemon_lives(
+    tmp_path: Path, path: str
+) -> None:
     times = ("--daemon-head-s", "0.05", "--body-idle-s", "0.05")
     async with rig(tmp_path, *times) as (daemon, gateway):
-        url = gateway.url + "/v1/files?slow"
+        url = f"{gateway.url}{path}?slow"
         upload = asyncio.create_task(gateway.session.post(url, data=b"a" * 100_000))
         await until(lambda: len(daemon.seen) == 1)
         for _ in range(2):
@@ -152,3 +158,14 @@ async def test_a_compressed_body_is_refused(tmp_path: Path) -> None:
             assert (await reply.json())["error"].keys() == {"message", "type", "param", "code"}
 
     assert daemon.seen == []
+
+
+async def test_what_the_daemon_asks_is_no_call_of_anybodys(tmp_path: Path) -> None:
+    async with rig(tmp_path) as (_, gateway):
+        for secret, status in ((KEY, 200), ("guessed", 404)):
+            shown = {GATEWAY_HEADER: secret}
+            async with gateway.session.get(gateway.url + TALLY_PATH, headers=shown) as reply:
+                assert reply.status == status
+        async with gateway.session.get(gateway.url + "/metrics") as reply:
+            page = await reply.text()
+    assert re.findall(r'_calls_total{route="other",status="(\d+)"}', page) == ["404"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
 from contextlib import closing, suppress
 from pathlib import Path
@@ -54,6 +55,24 @@ async def test_a_stream_that_breaks_off_is_never_ended_as_if_it_were_whole(tmp_p
         reply = await gateway.post(HELLO | {"model": "break", "stream": True})
         with pytest.raises(aiohttp.ClientError):
             await reply.read()
+
+
+async def test_streams_that_do_not_end_count_as_failures(tmp_path: Path) -> None:
+    upstreams = tmp_path / "upstreams.json"
+    async with running_engine() as engine:
+        write_upstreams(upstreams, [engine.url])
+        document = json.loads(upstreams.read_text()) | {"timeouts": {"between_tokens_s": 1.0}}
+        upstreams.write_text(json.dumps(document))
+        engine.gate.release()
+        async with running_gateway(upstreams) as gateway:
+            for model in ("break", "gated"):
+                async with gateway.post(HELLO | {"model": model, "stream": True}) as reply:
+                    with suppress(aiohttp.ClientError):
+                        await reply.read()
+            async with gateway.session.get(gateway.url + "/metrics") as reply:
+                page = await reply.text()
+    counted = re.findall(rf'_calls_total{{route="{CHAT}",status="(\d+)"}} (.*)', page)
+    assert counted == [("502", "1.0"), ("504", "1.0")]
 
 
 @pytest.mark.parametrize("model", ["torn", "silent"])
@@ -137,10 +156,13 @@ async def test_calls_go_to_the_engine_with_the_fewest_in_flight(tmp_path: Path) 
         assert (len(one.seen), len(two.seen)) == (1, 5)
 
 
-async def test_health_needs_no_engine_and_readiness_needs_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("models", [["tiny"], None])
+async def test_health_needs_no_engine_and_readiness_needs_one(
+    tmp_path: Path, models: list[str] | None
+) -> None:
     upstreams = tmp_path / "upstreams.json"
     port = free_port()
-    write_upstreams(upstreams, [f"http://127.0.0.1:{port}"])
+    write_upstreams(upstreams, [f"http://127.0.0.1:{port}"], models=models)
     async with running_gateway(upstreams) as gateway:
         url, get = gateway.url, gateway.session.get
         async with get(url + "/healthz") as alive, get(url + "/readyz") as ready:

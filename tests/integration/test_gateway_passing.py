@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from gateway_rig import CHAT, rig, running_engine, running_gateway, write_upstreams
 from yarl import URL
 
-from batchrun.server.gateway.forward import HEALTH_S
+from batchrun.server.gateway.forward import HEALTH_S, MAX_ERROR_BYTES
 from batchrun.server.gateway.shared_book import FAILURES
 from benchmarks.deployment import free_port
 
@@ -146,6 +147,56 @@ async def test_flat_errors_of_an_engine_are_put_into_the_envelope(tmp_path: Path
         assert reply.status == 404
         assert is_envelope(body)
         assert body["error"]["message"] == "Not Found"
+
+
+@pytest.mark.parametrize("framing", ["chunked", "gzip", "deflate"])
+async def test_an_error_gets_the_envelope_however_it_comes(tmp_path: Path, framing: str) -> None:
+    unread = "the server answered 404 Not Found"
+    async with rig(tmp_path) as (_, gateway):
+        for said, told in (("too long", "too long"), ("x" * (MAX_ERROR_BYTES + 1), unread)):
+            call = HELLO | {"model": "flat", "framing": framing, "said": said}
+            async with gateway.post(call) as reply:
+                body = await reply.json()
+                assert reply.status == 404 and is_envelope(body)
+                assert body["error"]["message"] == told
+
+
+FLAT = b'{"detail": "too long"}'
+RAW_DEFLATE = zlib.compressobj(wbits=-zlib.MAX_WBITS)
+
+
+@pytest.mark.parametrize(
+    ("coding", "coded"),
+    [
+        ("gzip", gzip.compress(FLAT[:9]) + gzip.compress(FLAT[9:])),
+        ("x-gzip", gzip.compress(FLAT)),
+        ("deflate", RAW_DEFLATE.compress(FLAT) + RAW_DEFLATE.flush()),
+    ],
+    ids=["members", "x-gzip", "without-header"],
+)
+async def test_a_compressed_error_is_read_whole(tmp_path: Path, coding: str, coded: bytes) -> None:
+    call = HELLO | {"model": "flat", "coding": coding, "coded": coded.hex()}
+    async with rig(tmp_path) as (_, gateway), gateway.post(call) as reply:
+        assert "Content-Encoding" not in reply.headers
+        assert (await reply.json())["error"]["message"] == "too long"
+
+
+@pytest.mark.parametrize(
+    ("coding", "coded"),
+    [("zstd", b"\x28\xb5\x2f\xfd"), ("gzip", gzip.compress(FLAT)[:-9]), ("deflate", FLAT)],
+    ids=["zstd", "cut", "plain"],
+)
+async def test_a_compressed_error_that_cannot_be_read_passes_as_it_is(
+    tmp_path: Path, coding: str, coded: bytes
+) -> None:
+    call = json.dumps(HELLO | {"model": "flat", "coding": coding, "coded": coded.hex()})
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+    async with rig(tmp_path) as (_, gateway):
+        answer = await gateway.raw(f"{head}Content-Length: {len(call)}\r\n\r\n{call}".encode())
+    said, _, body = answer.partition(b"\r\n\r\n")
+    assert said.startswith(b"HTTP/1.1 404")
+    assert f"Content-Encoding: {coding}".encode() in said
+    assert body == coded
 
 
 @pytest.mark.parametrize("is_chunked", [False, True])

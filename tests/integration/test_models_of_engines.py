@@ -181,6 +181,29 @@ async def test_a_batch_waits_for_the_engine_that_may_have_its_model(
         assert jobs.get(opener.store, unknown.id).state is JobState.FAILED
 
 
+async def test_a_batch_whose_model_only_a_failed_engine_may_have_waits_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(opening, "UNTOLD_INTERVAL_S", 0.01)
+    small, large = Server(), Server(model="large", tells=False)
+    said = asyncio.Event()
+    waits = "waiting for engine fake, which has failed, to tell its models: its log says why"
+    async with opener_of(tmp_path, small, large, models=None) as opener:
+        engine = opener.slots[1].engine
+        assert isinstance(engine, AttachedEngine)
+        engine.state, engine.stage = EnginePhase.FAILED, "its log says why"
+        record = batch_for(opener, "large")
+        opened = asyncio.create_task(
+            opener.open(record, lambda stage, *_: said.set() if stage == waits else None)
+        )
+        async with asyncio.timeout(30):
+            await said.wait()
+            large.tells = True
+            job = await opened
+        assert job is not None
+        job.close()
+
+
 async def test_what_answers_jobs_without_a_model_is_known_before_an_engine_was_heard(
     tmp_path: Path,
 ) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -21,7 +23,10 @@ from kill_rig import wait_until
 from pydantic import BaseModel
 
 import batchrun
+from batchrun.control.lending import deployment_up
 from batchrun.errors import DataError, InputError, JobSpecError, RowsFailedError, StateError
+from batchrun.files import try_lock
+from batchrun.home import Home
 from batchrun.store import jobs
 from batchrun.store.database import open_store
 
@@ -286,6 +291,41 @@ print(answered["text"].equals(frame["text"]))
 """
 
 
+def test_parts_of_an_output_are_one_table_of_the_values_that_were_kept(
+    rig: DeploymentRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(rig.folder)
+    rows: list[dict[str, object]] = [
+        {"text": "one", "k": "x", "same": {"a": 1}, "number": None, "list": [1]},
+        {"text": "poison", "k": {"z": 1}, "same": {"b": 2}, "number": 1, "list": {"a": 1}},
+        {"text": "three", "k": True, "same": None, "number": 1.5, "list": 1},
+    ]
+    rows[0] |= {"flag": {"a": True}, "inner": {"a": 5}, "items": [1], "deep": [{"a": [1]}]}
+    rows[1] |= {"flag": {"a": 5}, "inner": {"a": {"b": 1}}, "items": [{"b": 1}], "deep": None}
+    rows[2] |= {"flag": None, "inner": {"a": 5}, "items": [], "deep": [{"a": [0.5], "b": "x"}]}
+    (rig.folder / "mixed.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    job = SHARED_OUTPUT.replace("rows.parquet, id: id", "mixed.jsonl").replace(
+        "_file: 2", "_file: 1"
+    )
+    job = job.replace("[text]", "[k, same, number, list, flag, inner, items, deep]").replace(
+        "out[1]", "mixed-out"
+    )
+    (rig.folder / "mixed.yaml").write_text(job)
+
+    done = batchrun.submit("mixed.yaml", home=rig.home, progress=False).wait(progress=False)
+
+    table = done.results().collect()
+    assert table["k"].to_list() == ["x", '{"z": 1}', "true"]
+    assert table["same"].to_list() == [{"a": 1, "b": None}, {"a": None, "b": 2}, None]
+    assert table["number"].to_list() == [None, 1.0, 1.5]
+    assert table["list"].to_list() == ["[1]", '{"a": 1}', "1"]
+    assert table["flag"].to_list() == ['{"a": true}', '{"a": 5}', None]
+    assert table["inner"].to_list() == ['{"a": 5}', '{"a": {"b": 1}}', '{"a": 5}']
+    assert table["items"].to_list() == ["[1]", '[{"b": 1}]', "[]"]
+    assert table["deep"].to_list() == [[{"a": [1], "b": None}], None, [{"a": [0.5], "b": "x"}]]
+    assert table["error"].null_count() == 2
+
+
 def test_a_call_that_was_killed_at_half_goes_on_where_it_was(tmp_path: Path) -> None:
     rig = DeploymentRig(tmp_path)
     rig.use_fake_engine("--latency-s=0.2", window={"requests": 8})
@@ -345,3 +385,26 @@ def test_calls_at_once_share_a_deployment_until_the_last_and_equal_ones_a_job(
         assert not (rig.home / "run" / "engine-0.json").exists()
     finally:
         rig.close()
+
+
+def test_a_worker_that_is_forked_during_a_call_holds_none_of_its_locks(rig: DeploymentRig) -> None:
+    ours, theirs = multiprocessing.Pipe()
+    home = Home(rig.home)
+
+    def wait_for_the_end() -> None:
+        theirs.send("forked")
+        theirs.recv()
+
+    worker = multiprocessing.get_context("fork").Process(target=wait_for_the_end)
+    with deployment_up(home, is_shown=False):
+        worker.start()
+        assert ours.recv() == "forked"
+        with (home.run / "calls.lock").open("ab") as calls:
+            is_held = not try_lock(calls.fileno())
+    with (home.run / "calls.lock").open("ab") as calls:
+        is_free = try_lock(calls.fileno())
+    ours.send("end")
+    worker.join()
+
+    assert is_held
+    assert is_free

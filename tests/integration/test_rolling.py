@@ -193,7 +193,7 @@ def test_an_engine_that_alone_has_its_model_is_not_taken_away(tmp_path: Path) ->
         before = rig.pid_of("engine")
         done = rig.call("engine", "restart", "--rolling")
         assert (done.returncode, rig.pid_of("engine")) == (4, before)
-        assert "runs on: no other engine has its model" in done.stdout
-        assert "alone has its model: 0;" in done.stderr
+        assert "runs on: no other engine has fake" in done.stdout
+        assert "alone has a model: 0;" in done.stderr
     finally:
         rig.close()

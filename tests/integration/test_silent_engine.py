@@ -74,6 +74,40 @@ async def test_a_stream_that_stops_ends_with_an_error_event(
         assert words in error["message"]
 
 
+async def test_a_response_that_has_begun_and_may_pause_is_waited_for(tmp_path: Path) -> None:
+    upstreams, path = tmp_path / "upstreams.json", "/v1/responses"
+    async with running_engine() as engine:
+        write_list(upstreams, engine.url, timeouts={"first_token_s": 1.0})
+        body = HELLO | {"model": "gated", "stream": True, "n_chunks": 1}
+        may_pause = body | {"tools": [{"type": "x"}]}
+        async with running_gateway(upstreams) as it, it.post(may_pause, path=path) as pausing:
+            async with it.post(body, path=path) as plain:
+                assert b"in time" in await plain.read()
+            await engine.hung_up.wait()
+            engine.gate.release()
+            assert b"[DONE]" in await pausing.read()
+
+
+@pytest.mark.parametrize(
+    ("said", "breaks_off", "told"),
+    [
+        ('{"detail": "too long"}', False, "too long"),
+        ('{"detail": "too', False, "the server answered 400 Bad Request"),
+        ('{"detail": "too', True, "the server answered 400 Bad Request"),
+    ],
+)
+async def test_a_refusal_that_does_not_end_keeps_its_status(
+    tmp_path: Path, said: str, told: str, *, breaks_off: bool
+) -> None:
+    upstreams = tmp_path / "upstreams.json"
+    call = {"model": "torn", "status": "400 Oh", "said": said, "breaks_off": breaks_off}
+    async with running_engine() as engine:
+        write_list(upstreams, engine.url)
+        async with running_gateway(upstreams) as gateway:
+            status, error, again_s = await status_of(gateway, call)
+            assert (status, error["message"], again_s) == (400, told, 0)
+
+
 async def test_an_engine_whose_calls_fail_is_left_alone_until_one_succeeds(tmp_path: Path) -> None:
     upstreams, port = tmp_path / "upstreams.json", free_port()
     write_list(upstreams, f"http://127.0.0.1:{port}")

@@ -10,6 +10,9 @@ import pytest
 from cli_call import Cli, cli_in, dry_run_of, line_of
 from estimator_builders import write_profile
 
+from batchrun.config import load_deployment
+from batchrun.home import Home
+from batchrun.simulator.planner.colocation import simulation_of
 from batchrun.simulator.traces.reading import save_trace
 from batchrun.simulator.traces.trace import Trace
 
@@ -125,3 +128,43 @@ def test_rows_that_no_simulated_engine_can_run_are_left_out_and_told(cli: Cli) -
 )
 def test_what_cannot_be_simulated_is_one_line(cli: Cli, options: str, line: str) -> None:
     assert line in line_of(cli("submit", "job.yaml", "--dry-run", *options.split()), 2)
+
+
+def test_the_eta_goes_by_the_deployments_scheduler_and_names_what_it_leaves_out(cli: Cli) -> None:
+    options = ("--trace", "calls.parquet", "--profile", "a100-8b")
+    plain = dry_run_of(cli, *options)
+    Path("batchrun.yaml").write_text(
+        "online_cost: 1.01\nlate_calls: refuse\nengines: [{vllm_args: [--max-num-seqs, 8]}]\n"
+    )
+    bounded = dry_run_of(cli, *options)
+
+    assert bounded["eta_s"] > 1.2 * plain["eta_s"]
+    assert plain["eta_rests_on"].endswith("with no other job")
+    assert bounded["eta_rests_on"].endswith("; not counted: late_calls, vllm_args")
+
+
+@pytest.mark.parametrize(
+    ("engine", "policy", "order"),
+    [
+        ("{}", "bs+e", "priority"),
+        ("{attach: 'http://127.0.0.1:9'}", "vllm", "fcfs"),
+        ("{agent: 'https://127.0.0.1:9'}", "bs+e", "priority"),
+        ("{command: [x]}", "vllm", "priority"),
+    ],
+)
+def test_simulated_engines_are_set_as_those_of_the_deployment(
+    tmp_path: Path, engine: str, policy: str, order: str
+) -> None:
+    path = tmp_path / "batchrun.yaml"
+    path.write_text(
+        "{policy: bs+e, eviction: lru, reserve: 0.25, online_cost: 1.5, router: rr, "
+        f"online_queue: arrival, slo: {{ttft_s: 2, jct_s: 9}}, engines: [{engine}]}}"
+    )
+    found = simulation_of(None, "a100-8b", load_deployment(path), Home(tmp_path), "default")
+
+    assert found is not None
+    kind, settings = found.kind, found.kind.engine.settings
+    assert (kind.router, kind.engine.policy, kind.engine.shape.policy) == ("rr", policy, order)
+    assert settings["slo"] == {"ttft_s": 2.0, "tpot_s": 0.05, "jct_s": 9.0}
+    given = ("eviction", "reserve", "forecast_rule", "online_cost", "online_queue")
+    assert [settings[key] for key in given] == ["lru", 0.25, "growth", 1.5, "arrival"]

@@ -363,7 +363,8 @@ def test_rates_are_drawn_with_a_seed_for_each_draw(cli: Cli, tmp_path: Path) -> 
 
 
 def test_a_load_that_nothing_serves_ends_with_its_own_code(cli: Cli) -> None:
-    code, out, err = cli("plan", "--trace", "calls.parquet", "--peak", "10s", "--ttft", "0.001")
+    more = "--ttft", "0.001", "--submit-at", "0"
+    code, out, err = cli("plan", "--trace", "calls.parquet", "--peak", "10s", *more)
 
     assert (code, err) == (1, "")
     assert "Impossible on a100-8b, however many engines: 20 of 20 calls (100.0 %, more" in out

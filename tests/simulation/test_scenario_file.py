@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from cli_call import cli_in, line_of
 
-from batchrun.errors import ConfigError, DataError
+from batchrun.errors import ConfigError, DataError, InputError
+from batchrun.simulator.planner.kinds import SloTarget, parse_kind
 from batchrun.simulator.scenario_file import load_scenario, plan_of
 from batchrun.simulator.simulation import simulate
 from batchrun.simulator.traces.reading import save_trace
@@ -21,6 +22,8 @@ from batchrun.simulator.traces.trace import Trace
 ROOT = Path(__file__).parents[2]
 HEAD = "name: x\nduration: 20s\n"
 RATE = "online: {generator: {rate: 2}}\n"
+GENERATOR = HEAD + "online: {generator: {rate: 2, "
+SHAPE = "    shape: {documents: 2, document_tokens: [3, 9]}\n"
 
 
 def written(folder: Path, text: str) -> Path:
@@ -48,6 +51,22 @@ def written(folder: Path, text: str) -> Path:
         (HEAD, ":1: nothing to simulate"),
         (HEAD + "online: {}\n", ":3: online: needs one of 'trace' and 'generator'"),
         (HEAD + RATE + "windows: {count: 3, length: 10s}\n", ":4: windows: its windows are longer"),
+        (
+            HEAD + "jobs:\n  - after: 20s\n" + SHAPE,
+            ":4: jobs[0].after: must be less than the 20 s simulated",
+        ),
+        (
+            HEAD + RATE + "windows: {count: 2, length: 4s}\njobs:\n  - after: 10s\n" + SHAPE,
+            ":6: jobs[0].after: must be less than the 8 s simulated",
+        ),
+        (
+            GENERATOR + "prompt_tokens: {median: 7, sigma: 1, least: 10, most: 5}}}\n",
+            ":3: online.generator.prompt_tokens: least is above most (10 > 5)",
+        ),
+        (
+            GENERATOR + "burst_length: 100s, burst_period: 10s}}\n",
+            ":3: online.generator: burst_length is more than burst_period",
+        ),
         (HEAD + "jobs:\n  - name: a\n", ":4: jobs[0]: needs one of 'file' and 'shape'"),
         (
             HEAD + "jobs:\n  - shape: {documents: 2, document_tokens: [9, 3]}\n",
@@ -66,6 +85,17 @@ def test_a_wrong_scenario_file_is_one_line_with_its_place(
     assert str(caught.value).startswith(f"{path}{problem}")
 
 
+@pytest.mark.parametrize(
+    "keys",
+    ["online: {trace: ./~x}\n", "jobs: [{file: ./~x}]\n", RATE + "engines: {steps: ./~x}\n"],
+)
+def test_names_of_files_may_begin_with_a_tilde(tmp_path: Path, keys: str) -> None:
+    with pytest.raises(InputError, match=f"{tmp_path}/~x: "):
+        plan_of(load_scenario(written(tmp_path, HEAD + keys)), tmp_path)
+    with pytest.raises(InputError, match=f"{tmp_path}/~x: "):
+        parse_kind("./~x", SloTarget(1.0, 0.1), tmp_path)
+
+
 def test_a_trace_and_windows_are_read_as_written(tmp_path: Path) -> None:
     at_s = np.arange(0, 100, 0.25)
     ones = np.ones(len(at_s), np.int64)
@@ -80,6 +110,17 @@ def test_a_trace_and_windows_are_read_as_written(tmp_path: Path) -> None:
     (tmp_path / "trace.parquet").write_bytes(b"PAR1")
     with pytest.raises(DataError, match=r"trace\.parquet: "):
         plan_of(load_scenario(written(tmp_path, text)), tmp_path)
+
+
+def test_a_trace_that_ends_long_before_the_duration_is_refused(tmp_path: Path) -> None:
+    ones = np.ones(81, np.int64)
+    save_trace(Trace.of(np.arange(81), ones, ones), tmp_path / "trace.parquet")
+    text = "name: x\nonline: {trace: trace.parquet}\nduration: "
+
+    within = plan_of(load_scenario(written(tmp_path, text + "81.5s\n")), tmp_path)
+    assert len(within.calls.arrival_s) == 81
+    with pytest.raises(DataError, match=r"^trace\.parquet: lasts 81 s, less than .* 3,600 s$"):
+        plan_of(load_scenario(written(tmp_path, text + "1h\nwindows: {count: 2}\n")), tmp_path)
 
 
 def test_rates_are_drawn_with_the_seed_and_for_the_duration_alone(tmp_path: Path) -> None:

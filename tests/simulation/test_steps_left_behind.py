@@ -80,7 +80,7 @@ async def test_a_paused_engine_says_so_without_a_step_and_owes_none(
 
     def has_work() -> bool:
         look = link.look(has_rows=True)
-        return look is not None and look.has_work
+        return look is not None and bool(look.has_work)
 
     async def has_work_at(pause: PauseState) -> bool:
         scheduler.set_pause_state(pause)

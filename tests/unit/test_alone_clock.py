@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from batchrun.errors import ConfigError
+from batchrun.estimator.step_load import StepLoad
+from batchrun.estimator.step_time import LinearModel
 from batchrun.hints import AUTO_ONLINE_COST, HINT_KEY, MAX_BOUND_S
 from batchrun.scheduling.online_cost import AloneStep
 from batchrun.vllm_plugin.alone import (
@@ -13,6 +15,13 @@ from batchrun.vllm_plugin.alone import (
     CallCosts,
     Latency,
     learnt_slo,
+)
+from batchrun.vllm_plugin.estimates import (
+    ALONE_MEMORY_S,
+    COMPARE_EVERY_STEPS,
+    LEAST_ALONE_SHARE,
+    LEAST_ALONE_STEPS,
+    Estimates,
 )
 from batchrun.vllm_plugin.settings import OnlineSlo, PluginSettings, read_settings
 
@@ -137,3 +146,45 @@ def test_a_wrong_setting_is_one_line(given: dict[str, object], says: str) -> Non
 
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+DECODES = StepLoad.of([(1, 100, True)] * 4)
+PROMPT = StepLoad.of([(100, 100, False)])
+
+
+def told(num_alone: int, took_s: float) -> Estimates:
+    """Estimates of steps of 10 ms, after decodes that took so long while no row was in the engine
+    and one round of steps since."""
+    estimates = Estimates(PluginSettings(), 1000, [LinearModel(0.01, 0.0, 0.0, 0.0, 0.0)])
+    for _ in range(num_alone):
+        estimates.observe_alone(DECODES, took_s, 0.0)
+    step_by_step(estimates, 1.0)
+    return estimates
+
+
+def step_by_step(estimates: Estimates, now_s: float) -> None:
+    for _ in range(COMPARE_EVERY_STEPS):
+        estimates.sample(now_s, 0)
+
+
+def test_an_engine_that_held_no_row_tells_what_its_steps_take_alone() -> None:
+    model = told(LEAST_ALONE_STEPS, 0.008).alone_model
+
+    assert model.predict_s(DECODES) == pytest.approx(0.008)
+    assert model.predict_s(PROMPT) == pytest.approx(0.01), "of which nothing is known"
+
+
+def test_few_steps_tell_nothing_of_an_engine_without_rows_and_slow_or_odd_ones_no_more() -> None:
+    few, slow = told(LEAST_ALONE_STEPS - 1, 0.008), told(64, 0.02)
+
+    assert few.alone_model is few.model
+    assert slow.alone_model is slow.model
+    least_s = told(64, 1e-6).alone_model.predict_s(DECODES)
+    assert least_s == pytest.approx(LEAST_ALONE_SHARE * 0.01)
+
+
+def test_what_an_engine_without_rows_took_long_ago_is_forgotten() -> None:
+    estimates = told(64, 0.008)
+    step_by_step(estimates, ALONE_MEMORY_S + 1)
+
+    assert estimates.alone_model is estimates.model

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import multiprocessing
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,7 @@ from batchrun.server.gateway.admission import (
     read_keys,
 )
 from batchrun.server.gateway.envelope import RefusalError
-from batchrun.store.api_keys import NewApiKey
+from batchrun.store.api_keys import MAX_COUNT, KeyLimits, NewApiKey
 from batchrun.store.database import open_store
 
 MINE_ID, MINE = new_key()
@@ -121,6 +122,18 @@ def test_a_list_is_not_taken_back_when_a_store_of_before_the_first_key_is(tmp_pa
     assert (read_keys(path), asks_for_none(path)) == ((), False)
     with_key.close()
     without.close()
+
+
+def test_a_key_without_a_limit_is_told_to_gateways_as_that(tmp_path: Path) -> None:
+    path, free = tmp_path / "keys.json", KeyLimits(MAX_COUNT, concurrent_calls=MAX_COUNT)
+    with closing(open_store(tmp_path / "store.db")) as store:
+        keys = KeyList(store, path, KeyLimits(requests_per_minute=6))
+        keys.add(NewApiKey(MINE_ID, "mine", "user", digest(MINE), limits=free))
+        keys.add(NewApiKey(OPS_ID, "other", "user", digest(OPS)))
+    mine, other = read_keys(path) or ()
+
+    assert (mine.requests_per_minute, mine.concurrent_calls) == (None, None)
+    assert (other.requests_per_minute, other.concurrent_calls) == (6, None)
 
 
 async def test_keys_are_published_while_what_they_have_used_cannot_be_told(

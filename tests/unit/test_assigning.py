@@ -16,7 +16,7 @@ from batchrun.engine.command import AttachedSettings
 from batchrun.engine.engine import AttachedEngine
 from batchrun.pool.fair_share import NO_POOL
 from batchrun.pool.job_shares import Owner
-from batchrun.pool.row_queue import Window
+from batchrun.pool.row_queue import RowLoad, Window
 from batchrun.types import EnginePhase, Usage
 
 Rows = Assigner[ActiveJob, Slot]
@@ -189,6 +189,24 @@ def test_a_model_has_the_pace_of_all_engines_that_share_models_with_its_own(
     assert beside.pool_of("another") == (NO_POOL, [])
     slots[2].models = ("another",)
     assert beside.pool_of("another") == (1, slots[2:])
+
+
+@pytest.mark.parametrize(("speeds", "left"), [((1.0, 3.0), 0.25), ((None, None), 0.5)])
+def test_an_eta_counts_the_engines_that_may_run_rows(
+    assigner: Rows, speeds: tuple[float | None, ...], left: float
+) -> None:
+    one = assigner.slots[0]
+    slots = [replace(one, window=Window(WINDOW_ROWS, 10**6), load=RowLoad(each)) for each in speeds]
+    both: Rows = Assigner(slots)
+    both.join(make_tree_job("job", letters(20_000)), deadline_at=None)
+    run(both, seconds=120, rows_per_s=100)
+    before = both.turns.predict(1.0, 10**6)
+    slots[1].is_down = True
+    fill(both, 120.0)
+    after = both.turns.predict(1.0, 10**6)
+
+    assert before is not None and after is not None
+    assert after.expected_s == pytest.approx(before.expected_s / left, rel=0.01)
 
 
 def test_rows_from_before_a_restart_cost_nothing_on_engines_of_other_models(

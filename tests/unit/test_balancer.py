@@ -275,13 +275,46 @@ def test_the_choices_of_a_reply_are_counted_where_that_can_be(
     assert read_prompt(chat("hi", **others)).num_choices == num
 
 
-@pytest.mark.parametrize("others", [{"stream_interval": 10**6}, {"include_reasoning": False}])
+@pytest.mark.parametrize(
+    "others", [{"stream_interval": 10**6}, {"include_reasoning": False}, {"tools": [{"type": "x"}]}]
+)
 def test_a_stream_of_few_pieces_is_waited_for_as_an_answer_is(
     book: int, others: dict[str, object]
 ) -> None:
     text = worker(book).read(chat("hi", stream=True, **others)).text
-    waits_s = CallTimeouts().of(is_stream=True, is_sparse=text.is_sparse, is_offline=False)
+    waits_s = CallTimeouts().of(is_stream=True, may_pause=text.may_pause, is_offline=False)
     assert waits_s == (300.0, 3_600.0)
+
+
+@pytest.mark.parametrize(
+    ("others", "told"),
+    [
+        ({}, (False, False)),
+        ({"tools": []}, (False, False)),
+        ({"tools": [{}]}, (False, True)),
+        ({"stream_interval": 5}, (True, True)),
+        ({"include_reasoning": False}, (True, True)),
+    ],
+)
+def test_what_may_pause_is_known_of_a_body_that_is_no_strict_json(
+    others: dict[str, object], told: tuple[bool, bool]
+) -> None:
+    body = chat("hi", odd=float("nan"), stream=True, **others)
+    text = read_prompt(body, needs_model=True)
+    assert (text.is_sparse, text.may_pause) == told
+    assert read_prompt(body).may_pause
+
+
+@pytest.mark.parametrize("tools", [None, []])
+def test_a_stream_without_tools_comes_token_by_token(tools: object) -> None:
+    assert not read_prompt(chat("hi", stream=True, tools=tools)).may_pause
+
+
+def test_a_stream_with_tools_that_answers_in_words_has_a_pace(book: int) -> None:
+    usage = worker(book).read(chat("hi", stream=True, tools=[{"type": "x"}])).usage
+    for _ in range(3):
+        usage.feed(b'data: {"choices": [{"delta": {"content": "w"}}]}\n\n')
+    assert usage.tpot_s is not None
 
 
 def test_prompts_that_begin_alike_have_keys_that_begin_alike() -> None:
@@ -400,6 +433,14 @@ def test_cached_tokens_are_compared_in_one_measure(book: int) -> None:
 
     assert figures.agreement is not None and figures.agreement > 0.9
     assert figures.num_pieces > 30
+
+
+async def test_what_asks_for_a_list_is_no_call_of_the_last(book: int) -> None:
+    balancer = worker(book)
+    serve(balancer, ONE, "hello")
+    with balancer.sending(ONE, balancer.read(None)):
+        pass
+    assert [each.num_calls for each in balancer.figures()] == [1, 0]
 
 
 def test_streams_that_tell_of_no_tokens_are_counted_by_their_events(book: int) -> None:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import selectors
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from itertools import repeat
-from typing import Any
 
 import pytest
 from aiohttp import StreamReader
 from aiohttp.base_protocol import BaseProtocol
 from aiohttp.test_utils import make_mocked_request
+from instant_loop import InstantLoop
 
 from batchrun.server.gateway.bodies import (
     MAX_BODY_S,
@@ -25,32 +24,6 @@ from batchrun.server.gateway.envelope import RefusalError
 
 IDLE_S = 30.0
 MIB = 1 << 20
-
-
-class InstantLoop(asyncio.SelectorEventLoop):
-    """A loop whose clock goes on by itself as soon as nothing is left to do until later."""
-
-    def __init__(self) -> None:
-        super().__init__(_InstantSelector(self._pass))
-        self._now_s = 0.0
-
-    def time(self) -> float:
-        return self._now_s
-
-    def _pass(self, seconds: float) -> None:
-        self._now_s += seconds
-
-
-class _InstantSelector(selectors.SelectSelector):
-    def __init__(self, wait: Callable[[float], None]) -> None:
-        super().__init__()
-        self._wait = wait
-
-    def select(self, timeout: float | None = None) -> Any:
-        ready = super().select(0)
-        if not ready and timeout:
-            self._wait(timeout)
-        return ready
 
 
 def received(pieces: Iterator[tuple[float, bytes]]) -> tuple[int, float, str]:

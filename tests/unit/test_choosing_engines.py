@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict
+from contextlib import AsyncExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from agent_rig import AgentRig, until
 from job_builders import make_tree_job
 
 from batchrun.config import Deployment
@@ -19,14 +21,17 @@ from batchrun.daemon.fleets import Fleets
 from batchrun.daemon.in_flight import Assignment
 from batchrun.daemon.job import ActiveJob
 from batchrun.daemon.prices import speed_of
-from batchrun.engine.command import AttachedSettings
+from batchrun.engine.command import AttachedSettings, ManagedSettings
 from batchrun.engine.engine import AttachedEngine
+from batchrun.errors import InputError
 from batchrun.home import Home
 from batchrun.pool.row_queue import BOUND_S, RowLoad, Window
 from batchrun.routing.engine_book import Prices
+from batchrun.server.api.picture import view_engines
 from batchrun.server.api.rolling import Rolling
-from batchrun.store.database import Store
-from batchrun.types import EnginePhase, Usage
+from batchrun.server.web.gateway_figures import GatewayFigures
+from batchrun.store.database import Store, open_store
+from batchrun.types import DEFAULT_MODEL, EnginePhase, Usage
 
 LETTERS = "abcdefghijkl"
 
@@ -230,23 +235,76 @@ def test_a_replica_that_is_not_wanted_leaves_no_model_open(
         (EnginePhase.STARTING, "large", "large"),
         (EnginePhase.FAILED, "large", "large"),
         (EnginePhase.STARTING, None, None),
-        (EnginePhase.UNREACHABLE, None, "small"),
+        (EnginePhase.UNREACHABLE, None, None),
+        (EnginePhase.READY, None, None),
+        (EnginePhase.FAILED, None, None),
         (EnginePhase.STOPPED, "large", "small"),
     ],
 )
 def test_the_first_engine_has_the_model_of_rows_that_name_none(
     state: EnginePhase, expected: str | None, default: str | None
 ) -> None:
-    first, second = slot_of("a"), slot_of("b", "small")
+    slots = first, second, third = slot_of("a"), slot_of("b", "small"), slot_of("any")
     first.models, first.expected_model = None, expected
     assert isinstance(first.engine, AttachedEngine)
     first.engine.state = state
-    choose_default([first, second])
-    assert [slot.default_model for slot in (first, second)] == [default] * 2
+    choose_default(slots)
+    assert [slot.default_model for slot in slots] == [default] * 3
+    assert (second.serves(DEFAULT_MODEL), third.serves(DEFAULT_MODEL)) == (
+        default == "small",
+        default is not None,
+    )
 
     first.engine.state, first.models = EnginePhase.READY, ("told", "adapter")
-    choose_default([first, second])
-    assert [slot.default_model for slot in (first, second)] == ["told"] * 2
+    choose_default(slots)
+    assert [slot.default_model for slot in slots] == ["told"] * 3
+    assert first.serves(DEFAULT_MODEL)
+
+    first.models = ()
+    first.expected_model = None
+    choose_default(slots)
+    assert second.serves(DEFAULT_MODEL), "one that does not tell is passed over"
+
+
+async def test_after_a_restart_rows_that_name_no_model_go_on_with_the_one_they_had(
+    store: Store, tmp_path: Path
+) -> None:
+    first, second, third = (slot_of(name, "large") for name in ("a", "b", "c"))
+    daemon = Daemon(store, [first, second, third], tmp_path)
+    choose_default(daemon.slots)
+    await daemon._keep_default_model()
+
+    for name, is_kept in (("other", False), ("a", True)):
+        first, second, third = slot_of(name), slot_of("b", "large"), slot_of("c", "small")
+        assert isinstance(first.engine, AttachedEngine)
+        first.models, first.engine.state = None, EnginePhase.UNREACHABLE
+        daemon = Daemon(store, [first, second, third], tmp_path)
+        choose_default(daemon.slots)
+        await daemon._keep_default_model()
+        serving = [slot.serves(DEFAULT_MODEL) for slot in daemon.slots]
+        assert serving == [False, is_kept, False]
+        views = view_engines(daemon.slots, GatewayFigures("", ""))
+        assert [view["model"] for view in views] == [None] * 3, "it may have another"
+
+    first.models = ("small",)
+    choose_default(daemon.slots)
+    assert [slot.serves(DEFAULT_MODEL) for slot in daemon.slots] == [True, False, True]
+
+
+async def test_a_model_is_refused_that_only_an_engine_may_have_that_failed(
+    store: Store, tmp_path: Path
+) -> None:
+    small, large = slot_of("small", "small"), slot_of("large")
+    assert isinstance(large.engine, AttachedEngine)
+    large.models, large.expected_model = None, "large"
+    daemon = Daemon(store, [small, large], tmp_path)
+    daemon.check_model("smal")
+
+    large.engine.state = EnginePhase.FAILED
+    daemon.check_model("small")
+    daemon.check_model(DEFAULT_MODEL)
+    with pytest.raises(InputError, match="serves 'smal'; they serve small; failed: large, see"):
+        daemon.check_model("smal")
 
 
 async def test_an_engine_goes_only_once_another_has_told_that_it_has_its_model(
@@ -267,7 +325,7 @@ async def test_an_engine_goes_only_once_another_has_told_that_it_has_its_model(
             assert rolling.told == ["engine a: waits for another that may have its model"]
         other.models = models
         assert await asked is (models == first.models)
-        assert rolling.failure is None or "alone has its model: a;" in rolling.failure
+        assert rolling.failure is None or "alone has a model: a;" in rolling.failure
     rolling._before = {"a": frozenset({"small"}), "b": frozenset({"small", "adapter"})}
     assert await rolling._may_leave(first), "both had the old model, and the other has the new one"
     rolling._before = {}
@@ -275,6 +333,84 @@ async def test_an_engine_goes_only_once_another_has_told_that_it_has_its_model(
     assert await rolling._may_leave(first)
     ones = [slot_of("c", "small"), slot_of("d", "large"), slot_of("e")]
     assert [rolling._share_models(first, each) for each in ones] == [True, False, True]
+
+
+async def test_an_engine_goes_only_where_others_have_each_of_its_models(
+    store: Store, tmp_path: Path
+) -> None:
+    deployment, home = Deployment(base=tmp_path), Home(tmp_path)
+    first, second, third = (
+        slot_of("a", "base", "support"), slot_of("b", "base"), slot_of("c", "support"),
+    )  # fmt: skip
+    assert isinstance(third.engine, AttachedEngine)
+    third.engine.state = EnginePhase.STOPPED
+    daemon = Daemon(store, [first, second, third], tmp_path)
+    rolling = Rolling(daemon, Fleets(deployment, home), home, lambda: deployment)
+
+    assert await rolling._may_leave(second)
+    assert not await rolling._may_leave(first)
+    assert rolling.told == ["engine a: runs on: no other engine has support"]
+    assert rolling.failure is not None and "alone has a model: a;" in rolling.failure
+
+    third.engine.state = EnginePhase.READY
+    assert await rolling._may_leave(first)
+    third.models = ()
+    assert await rolling._may_leave(first), "it may have any"
+
+
+@pytest.mark.parametrize("models", [None, ("base", "adapter")], ids=["untold", "told"])
+@pytest.mark.parametrize("state", [EnginePhase.FAILED, EnginePhase.UNREACHABLE])
+async def test_an_engine_whose_model_no_other_is_ready_for_is_skipped_and_the_next_one_goes(
+    store: Store,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    state: EnginePhase,
+    models: tuple[str, ...] | None,
+) -> None:
+    monkeypatch.setattr("batchrun.server.api.rolling.TOLD_S", 0.0)
+    monkeypatch.setattr("batchrun.server.api.rolling.LOOK_S", 0.0)
+    deployment, home = Deployment(base=tmp_path), Home(tmp_path)
+    first, second, away = slot_of("a", "base", "adapter"), slot_of("b", "base"), slot_of("c")
+    assert isinstance(away.engine, AttachedEngine)
+    away.engine.state, away.models = state, models
+    daemon = Daemon(store, [first, second, away], tmp_path)
+    rolling = Rolling(daemon, Fleets(deployment, home), home, lambda: deployment)
+
+    assert not await rolling._may_leave(first)
+    has_failed = state is EnginePhase.FAILED
+    which = "no other engine has" if has_failed else "no other that is ready is known to have"
+    assert rolling.told[-1] == f"engine a: runs on: {which} adapter"
+    assert rolling.failure is not None and "alone has a model: a;" in rolling.failure
+    assert await rolling._may_leave(second)
+
+
+async def test_a_rolling_restart_tells_that_it_leaves_an_engine_beside_its_agent_as_it_is(
+    tmp_path: Path, shared_fake_engine: ManagedSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("batchrun.daemon.fleets.OTHERS_LEARN_S", 0.0)
+    rig, url = AgentRig(tmp_path), shared_fake_engine.base_url
+    beside, other = (AttachedEngine(AttachedSettings(name=name, url=url)) for name in ("a", "b"))
+    other.state = EnginePhase.READY
+    deployment, home = Deployment(base=tmp_path), Home(tmp_path)
+    async with AsyncExitStack() as exits:
+        store = exits.enter_context(closing(open_store(tmp_path / "store.db")))
+        async with rig.running(beside=beside) as agent:
+            engine = await exits.enter_async_context(rig.connected())
+            slots = [
+                Slot(each, uses_priority=False, window=Window(9, 10**9), models=("fake",))
+                for each in (engine, other)
+            ]
+            daemon, fleets = Daemon(store, slots, tmp_path), Fleets(deployment, home)
+            rolling = Rolling(daemon, fleets, home, lambda: deployment)
+            restarting = asyncio.create_task(rolling._restart(slots[0], None, 60.0))
+            await until(lambda: agent.begins_anew)
+        async with rig.running(beside=beside):
+            await restarting
+    assert [line.removeprefix("engine a: ") for line in rolling.told] == [
+        "gets no more calls and rows",
+        "has its agent restarted, and is left as it is",
+        "is ready",
+    ]
 
 
 def slot_of(name: str, *models: str) -> Slot:

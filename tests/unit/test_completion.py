@@ -255,3 +255,38 @@ def test_a_job_that_has_left_is_not_predicted() -> None:
 
     assert turns.completions() == {}
     assert turns.predict(1.0, 100) is not None
+
+
+@pytest.mark.parametrize(("before", "after"), [(1.0, 8.0), (8.0, 1.0)])
+def test_a_pace_goes_with_the_engines_and_its_range_narrows_as_they_are_seen(
+    before: float, after: float
+) -> None:
+    completions = Completions()
+    completions.resize(before)
+    for _ in range(5 * 720):
+        completions.add(5.0, 5.0 * 1000 * before)
+    works = {"a": JobWork(1.0, 1000 * after * 36_000.0, 0.0)}
+    completions.resize(after)
+    found = [completions.predict(works, {}, {})["a"]]
+    for _ in range(2):
+        for _ in range(900):
+            completions.add(5.0, 5.0 * 1000 * after)
+        found.append(completions.predict(works, {}, {})["a"])
+
+    assert [each.expected_s for each in found] == pytest.approx([36_000] * 3)
+    assert found[0].low_s < 36_000 / 4 and found[0].high_s > 4 * 36_000
+    widths = [each.high_s - each.low_s for each in found]
+    assert widths == sorted(widths, reverse=True)
+    assert widths[-1] < 36_000 / 2
+
+
+def test_an_engine_that_is_back_leaves_no_doubt() -> None:
+    completions = seen(*[1000] * 600)
+    before = completions.predict(ONE_JOB, {}, {})["a"]
+    completions.resize(0.5)
+    away = completions.predict(ONE_JOB, {}, {})["a"]
+    completions.resize(1.0)
+
+    assert away.expected_s == pytest.approx(2 * before.expected_s)
+    assert away.high_s > 2.2 * before.high_s
+    assert completions.predict(ONE_JOB, {}, {})["a"] == before

@@ -81,12 +81,16 @@ def test_a_variable_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert load("model: ignored\n").model == "other"
 
 
-def test_a_model_folder_is_relative_to_the_file(tmp_path: Path) -> None:
-    (tmp_path / "deploy").mkdir()
+@pytest.mark.parametrize("model", ["llama", "~llama"])
+def test_a_model_folder_is_relative_to_the_file(tmp_path: Path, model: str) -> None:
     config = tmp_path / "deploy" / "batchrun.yaml"
-    config.write_text("model: ./llama\n")
+    (config.parent / model).mkdir(parents=True)
+    config.write_text(f"model: ./{model}\n")
 
-    assert load_deployment(config).model == str(tmp_path / "deploy" / "llama")
+    deployment = load_deployment(config)
+
+    assert deployment.model == str(config.parent / model)
+    assert deployment.model_folder(Home(tmp_path)) == config.parent / model
 
 
 MODELS = """
@@ -128,13 +132,35 @@ def test_a_model_belongs_to_a_vllm_that_batchrun_starts(kind: str, key: str) -> 
         load(f"engines:\n  - {kind}\n    {key}\n")
 
 
-def test_numbers_among_arguments_and_variables_are_text() -> None:
-    text = "engines:\n  - vllm_args: [--max-model-len, 8192]\n    env: {OMP_NUM_THREADS: 2}\n"
+def test_an_alias_of_a_number_is_text_only_where_text_is_meant() -> None:
+    text = (
+        "window: {requests: &n 0x100}\nengines:\n  - {name: a, vllm_args: [--max-num-seqs, *n]}\n"
+        "  - {name: b, env: {PORT: &p 8_001}, port: *p}\n  - &c {name: c, env: {ID: 007}}\n"
+        "  - {<<: *c, name: d}\n  - {name: e, <<: {env: {ID: 007}}}\n"
+    )
 
-    (engine,) = load(text).engines
+    deployment = load(text)
 
-    assert engine.vllm_args == ("--max-model-len", "8192")
-    assert engine.env == {"OMP_NUM_THREADS": "2"}
+    a, b, c, d, e = deployment.engines
+    assert (deployment.window.requests, a.vllm_args) == (256, ("--max-num-seqs", "0x100"))
+    assert (b.port, b.env) == (8001, {"PORT": "8_001"})
+    assert c.env == d.env == e.env == {"ID": "007"}
+
+
+def test_numbers_among_arguments_and_variables_are_text_as_they_stand_there() -> None:
+    text = (
+        "engines:\n  - name: 01\n    vllm_args: [--max-model-len, 8192, --revision, 12e4567]\n"
+        "    env: {OMP_NUM_THREADS: 2, ID: 007, TAG: 1.10, ROWS: 1_000, MASK: 0x1F}\n"
+        "on_done: [tell, 1e5]\n"
+    )
+
+    deployment = load(text)
+
+    (engine,) = deployment.engines
+    assert engine.name == "01"
+    assert engine.vllm_args == ("--max-model-len", "8192", "--revision", "12e4567")
+    assert list(engine.env.values()) == ["2", "007", "1.10", "1_000", "0x1F"]
+    assert deployment.on_done is not None and deployment.on_done.command == ("tell", "1e5")
 
 
 @pytest.mark.parametrize(
@@ -200,6 +226,11 @@ def test_promises_are_bounds_or_left_to_the_calibration(text: str, slo: object) 
         ("model: tiny\nonline_cost: fast\n", ":2: online_cost: must be a number (got 'fast')"),
         ("online_cost: .inf\n", ":1: online_cost: "),
         ("slo: {tpot: 1}\n", ":1: slo.tpot: unknown key (did you mean 'tpot_s'?)"),
+        ("gateway_workers: true\n", ":1: gateway_workers: must be a number (got True)"),
+        ("window: {requests: true}\n", ":1: window.requests: must be a number (got True)"),
+        ("slo: {ttft_s: true}\n", ":1: slo.ttft_s: must be a number (got True)"),
+        ("model: a\nreserve: false\n", ":2: reserve: must be a number (got False)"),
+        ('listen: 127.0.0.1:1\nmodel: "a\\0b"\n', ":2: model: holds a null character; take it out"),
         ("gateway_workers: many\n", ":1: gateway_workers: must be a whole number (got 'many')"),
     ],
 )

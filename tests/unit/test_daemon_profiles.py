@@ -48,12 +48,13 @@ def test_engines_of_one_model_with_equal_arguments_share_a_profile(home: Home) -
     assert path.name.startswith("my-org-my-model-")
 
 
-def test_a_named_profile_is_relative_to_the_file(home: Home, tmp_path: Path) -> None:
-    config = EngineConfig(profile="profiles/a.json")
+@pytest.mark.parametrize("profile", ["profiles/a.json", "./~a.json"])
+def test_a_named_profile_is_relative_to_the_file(home: Home, tmp_path: Path, profile: str) -> None:
+    config = EngineConfig(profile=profile)
 
     path = profile_path(deployment(tmp_path, config), config, home)
 
-    assert path == tmp_path / "profiles" / "a.json"
+    assert path == tmp_path / profile
 
 
 def test_an_engine_is_told_of_the_profile_that_is_there(home: Home) -> None:

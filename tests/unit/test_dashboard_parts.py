@@ -6,7 +6,7 @@ import asyncio
 import json
 import math
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import AsyncExitStack, aclosing, closing
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -18,12 +18,15 @@ import httpx
 import pytest
 import pytest_asyncio
 from aiohttp import web
+from aiohttp.test_utils import make_mocked_request
+from job_builders import make_tree_job
 from starlette.exceptions import HTTPException
 from store_builders import add_batch
+from test_choosing_engines import slot_of
 
 from batchrun.config import load_deployment
 from batchrun.daemon.daemon import Daemon
-from batchrun.daemon.engine_link import EngineLink
+from batchrun.daemon.engine_link import EngineLink, Slot, choose_default
 from batchrun.daemon.supervisor import Supervisor
 from batchrun.daemon.view import view_engine, view_job
 from batchrun.daemon.writer import Stage
@@ -38,7 +41,13 @@ from batchrun.server.api.picture import Status
 from batchrun.server.api.standby import LocalServer, Standby, make_app
 from batchrun.server.api.upload import Transfers
 from batchrun.server.gateway.admission import ApiKey, KeyRing
-from batchrun.server.gateway.dashboard import SESSION_S, Sessions, read_or_make_secret
+from batchrun.server.gateway.dashboard import (
+    SESSION_S,
+    Sessions,
+    check_site,
+    read_or_make_secret,
+)
+from batchrun.server.gateway.envelope import RefusalError
 from batchrun.server.gateway.shared_book import MAX_ENGINES
 from batchrun.server.gateway.tally import (
     ENGINE,
@@ -65,12 +74,12 @@ from batchrun.server.web.pages import (
 )
 from batchrun.server.web.sight import VIEWS, Sight
 from batchrun.server.web.uploads import Desk
-from batchrun.store import jobs, results
-from batchrun.store.api_keys import KeyUsage
+from batchrun.store import api_keys, jobs, results
+from batchrun.store.api_keys import MAX_COUNT, NO_LIMITS, KeyLimits, KeyUsage, NewApiKey
 from batchrun.store.batches import NewBatch
 from batchrun.store.database import open_store
 from batchrun.store.jobs import Counts, JobRecord
-from batchrun.types import JobState, Outcome, OutcomeKind, RowError
+from batchrun.types import DEFAULT_MODEL, EnginePhase, JobState, Outcome, OutcomeKind, RowError
 from batchrun.wire import CostTelemetry, FeltCalls, KvTelemetry, Telemetry
 
 NOW_S = 1_700_000_000.0
@@ -135,6 +144,12 @@ def test_workers_share_one_secret_that_only_the_owner_reads(tmp_path: Path) -> N
     assert len(path.read_bytes()) == 32
     assert path.stat().st_mode & 0o777 == 0o600
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_proxy_that_replaces_the_name_of_the_host_is_told_of() -> None:
+    came = {"Host": "127.0.0.1:8000", "Origin": "https://batches.example"}
+    with pytest.raises(RefusalError, match="a proxy in front must keep `Host`"):
+        check_site(make_mocked_request("POST", "/dashboard/login", came))
 
 
 def test_samples_survive_and_stay_bounded(tmp_path: Path) -> None:
@@ -235,6 +250,78 @@ async def test_a_user_key_sees_no_place_of_the_deployment_s(sight: Sight) -> Non
     seen_after, told_after = [await pages.act(caller, fail) for caller in (USER, Caller())]
     assert b"db.example" in told_after.body
     assert b"database does not answer" in seen_after.body and b"db.example" not in seen_after.body
+
+
+async def test_a_job_without_an_engine_says_so_or_what_it_waits_for(sight: Sight) -> None:
+    small, large = slot_of("small", "small"), slot_of("large", "large")
+    assert isinstance(large.engine, AttachedEngine)
+    sight.daemon.slots = slots = [large, small, slot_of("unwanted", "large")]
+    for slot, state in zip(slots[::2], (EnginePhase.FAILED, EnginePhase.STOPPED), strict=True):
+        assert isinstance(slot.engine, AttachedEngine)
+        slot.engine.state, slot.engine.stage = state, f"{state}: its log says why"
+    record = add_batch_of_user(sight)
+    job = replace(make_tree_job(record.id, ["a"]), record=record)
+    sight.daemon.active[record.seq] = job
+
+    async def told(model: str) -> tuple[object, object]:
+        choose_default(slots)
+        job.spec = job.spec.model_copy(update={"model": model})
+        view = await sight.status.job(record.id)
+        return view["engine_failure"], view["stage"]
+
+    why = "engine large: failed: its log says why"
+    no_engine = why, f"running, no engine is left: {why}"
+    assert await told("large") == await told(DEFAULT_MODEL) == no_engine
+    large.models = None
+    assert await told("large") == await told(DEFAULT_MODEL) == no_engine
+    assert await told("small") == (None, None)
+    large.engine.state = EnginePhase.UNREACHABLE
+    assert await told("large") == (None, None)
+    waits = "running, waiting for engine large to tell its models"
+    assert await told(DEFAULT_MODEL) == (None, waits)
+    large.last_model = "small"
+    assert await told(DEFAULT_MODEL) == (None, None)
+
+    del sight.daemon.active[record.seq]
+    assert (await sight.status.job(record.id))["engine_failure"] is None
+    sight.daemon.slots = slots[::2]
+    large.engine.state = EnginePhase.FAILED
+    assert (await sight.status.job(record.id))["engine_failure"] == why
+
+
+class SlotsLookedAt(list[Slot]):
+    num_times = 0
+
+    def __iter__(self) -> Iterator[Slot]:
+        self.num_times += 1
+        return super().__iter__()
+
+
+async def test_a_snapshot_looks_at_the_engines_as_often_for_many_jobs_as_for_one(
+    sight: Sight,
+) -> None:
+    sight.daemon.slots = slots = SlotsLookedAt([slot_of("a", "model"), slot_of("b", "model")])
+    nums = []
+    for _ in range(3):
+        record = add_batch_of_user(sight)
+        sight.daemon.active[record.seq] = replace(make_tree_job(record.id, ["a"]), record=record)
+        before = slots.num_times
+        await sight.status.snapshot()
+        nums.append(slots.num_times - before)
+    assert nums == nums[:1] * 3
+
+
+async def test_limits_of_keys_are_those_that_hold(sight: Sight) -> None:
+    store, own = sight.daemon.store, KeyLimits(MAX_COUNT, concurrent_calls=3)
+    sight.daemon.key_limits = KeyLimits(6, concurrent_batches=100)
+    for name, limits in (("a", own), ("b", NO_LIMITS)):
+        api_keys.add(store, NewApiKey(f"key_{name}", name, "user", "0" * 64, None, limits), now_s=1)
+
+    page = render("keys.html", await sight.see("keys", Caller(), None))
+    a, b = page.split("<tbody>")[1].split("</tr>")[:2]
+
+    assert "3 calls at once" in a and "100 batches at once" in a and "a minute" not in a
+    assert "6 requests a minute" in b and "100 batches at once" in b and "calls at once" not in b
 
 
 async def test_restarts_are_counted_though_nobody_looks(
@@ -345,8 +432,7 @@ def make_facts() -> dict[str, Any]:
                   "max_shared_bytes": 6},
         "chart": chart, "charts": {"engine-0": chart}, "last": Sample(NOW_S),
         "keys": [{"id": "key_1", "name": "team", "role": "user", "slo_class": "chat",
-                  "limits": {"requests_per_minute": 1, "enqueued_tokens": None,
-                             "concurrent_batches": 2},
+                  "limits": ["1 requests a minute"],
                   "is_revoked": True, "batches": KeyUsage(1, Counts()),
                   "online": {"num_calls": 1, "num_prompt_tokens": 2, "num_output_tokens": 3}}],
         "felt": [{"latency": "TTFT", "slo_class": "chat", "num_calls": 3, "mean_s": 0.1,
@@ -457,6 +543,18 @@ async def test_pages_of_users_leave_room_for_who_runs_the_deployment() -> None:
             await watch(Caller("key_ops"))
         with pytest.raises(HTTPException, match="pages are open;"):
             await watch(Caller("key_ops"))
+
+
+async def test_no_job_is_a_view_that_there_is_not(sight: Sight) -> None:
+    pages = Pages(sight, cast(Desk, None), Transfers("downloads", 1))
+
+    async def check() -> None:
+        return
+
+    with pytest.raises(HTTPException, match="no such view: job"):
+        pages.stream("job", Caller(), None, check)
+    with pytest.raises(HTTPException, match="no such view: job"):
+        await pages.page("job", Caller())
 
 
 def test_charts_carry_numbers_only() -> None:

@@ -104,13 +104,13 @@ def test_a_secret_is_made_once_and_for_its_owner_alone(tmp_path: Path) -> None:
 
 
 def test_the_key_of_an_attached_engine_may_stand_in_a_file(tmp_path: Path) -> None:
-    config = EngineConfig(attach="http://h:1", api_key_file="key")
+    config = EngineConfig(attach="http://h:1", api_key_file="./~key")
     deployment = Deployment(base=tmp_path, engines=(config,))
     with pytest.raises(ConfigError, match="key cannot be read: No such file"):
         attached_key(deployment, config)
-    (tmp_path / "key").write_text("two\nlines\n")
+    (tmp_path / "~key").write_text("two\nlines\n")
     with pytest.raises(ConfigError, match="holds no key in one line"):
         attached_key(deployment, config)
-    (tmp_path / "key").write_text("sk-theirs\n")
+    (tmp_path / "~key").write_text("sk-theirs\n")
 
     assert attached_key(deployment, config) == "sk-theirs"

@@ -100,10 +100,17 @@ ASLEEP = 'vllm:engine_sleep_state{engine="0",sleep_state="awake"} 0.0\n'
 
 
 @pytest.mark.parametrize(
-    "text", ["", page("0.0"), page("many"), "vllm:num_requests_running", page("0.0") + ASLEEP]
+    ("text", "has_work"),
+    [
+        ("", None),
+        ("vllm:num_requests_running", None),
+        (page("0.0"), False),
+        (page("many"), False),
+        (page("0.0") + ASLEEP, False),
+    ],
 )
-def test_a_page_without_queues_shows_no_work(text: str) -> None:
-    assert not look_at_page(text).has_work
+def test_a_page_without_queues_does_not_tell_of_work(text: str, *, has_work: bool | None) -> None:
+    assert look_at_page(text).has_work is has_work
 
 
 def test_an_engine_that_sleeps_has_its_work_still_and_owes_no_progress() -> None:

@@ -282,6 +282,10 @@ def test_a_response_begins_with_the_first_event_that_the_core_had_a_part_in(num_
         (ReplyUsage(is_sparse=True), b'"completion_tokens": 11', 0.2),
         (ReplyUsage(is_sparse=True), b"data: x" * 11, None),
         (ReplyUsage(), b"data: x" * 12, 0.2),
+        (ReplyUsage(), b'data: {"tool_calls": [], "function_call": null}' * 12, 0.2),
+        (ReplyUsage(), b'data: {"tool_calls": [{}]}' * 12, None),
+        (ReplyUsage(), b'data: {"type": "function_call"}' * 12, None),
+        (ReplyUsage(), b'data: "tool_calls":[{}]"completion_tokens": 11', 0.2),
     ],
 )
 def test_the_pace_is_that_of_the_tokens_of_one_choice(

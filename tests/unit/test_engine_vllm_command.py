@@ -92,12 +92,17 @@ def test_adapters_come_before_the_users_arguments(tmp_path: Path) -> None:
     assert "--enable-lora" not in build_argv(make_settings(tmp_path), make_build(tmp_path), {})
 
 
-def test_a_model_folder_is_made_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "model").mkdir()
+@pytest.mark.parametrize("model", ["model", "~model"])
+def test_a_model_folder_is_made_absolute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str
+) -> None:
+    (tmp_path / model).mkdir()
     monkeypatch.chdir(tmp_path)
-    argv = build_argv(make_settings(tmp_path, model="./model"), make_build(tmp_path), {})
-    assert f"--model={tmp_path / 'model'}" in argv
-    assert "--served-model-name=./model" in argv
+    argv = build_argv(make_settings(tmp_path, model=f"./{model}"), make_build(tmp_path), {})
+    assert f"--model={tmp_path / model}" in argv
+    assert f"--served-model-name=./{model}" in argv
+    with pytest.raises(EngineError, match=r"it has no config\.json"):
+        check_model(f"./{model}")
 
 
 def test_the_environment_leaves_our_own_variables_out(tmp_path: Path) -> None:

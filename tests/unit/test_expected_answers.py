@@ -14,6 +14,7 @@ import pytest
 from batchrun.cli.inspect import answering
 from batchrun.daemon.job import ActiveJob
 from batchrun.daemon.opening import open_job
+from batchrun.errors import DataError
 from batchrun.estimator.answer_length import OVERTAKEN_BY_ANSWERS, REMEMBERED_ANSWERS
 from batchrun.home import Home
 from batchrun.jobs.expected_answers import (
@@ -24,7 +25,9 @@ from batchrun.jobs.expected_answers import (
     open_answers,
     output_limit,
 )
+from batchrun.jobs.inputs.input_data import open_input
 from batchrun.jobs.job_file import load_job_file
+from batchrun.jobs.spec import JobSpec
 from batchrun.jobs.submit import open_submitted, prepare_job
 from batchrun.store import jobs, results
 from batchrun.store.database import Store, open_store
@@ -64,9 +67,12 @@ def submit(
     model: str = "m",
     request: str = "",
     keep: str = "",
+    inputs: str = "rows.parquet",
+    output: str = "out.parquet",
 ) -> JobRecord:
     text = JOB_FILE.replace("NAME", name).replace("MODEL", model)
     text = text.replace("REQUEST", request).replace("KEEP", keep)
+    text = text.replace("rows.parquet", inputs).replace("out.parquet", output)
     (folder / "job.yaml").write_text(text)
     spec = load_job_file(folder / "job.yaml", cwd=folder)
     return jobs.create(store, prepare_job(spec, links=folder / "links"), now_s=0.0)
@@ -212,6 +218,36 @@ def test_good_answers_that_the_job_keeps_are_what_it_guesses(
         job.answers.sent(row)
         job.answers.ended(row, 900)
     assert job.knows_answers
+
+
+def test_answers_of_types_that_share_none_tell_nothing(store: Store, folder: Path) -> None:
+    pq.write_table(pa.table({"text": ["a"], "answer": [["x"]]}), folder / "more.parquet")
+    inputs = "[rows.parquet, more.parquet]"
+    record = submit(store, folder, keep="answer", inputs=inputs, output="out.jsonl")
+
+    job = opened(store, folder, record)
+
+    assert job.costs.output_tokens == 128
+
+
+def test_a_sample_of_good_answers_reads_no_more_than_its_rows(store: Store, folder: Path) -> None:
+    rows = folder / "rows.parquet"
+    answers = pa.array([f"{n:079}" for n in range(10_000)], pa.large_string())
+    pq.write_table(pa.table({"answer": answers, "text": ["a"] * len(answers)}), rows)
+    pq.write_table(pa.table({"text": ["a"], "answer": [["x"]]}), folder / "more.parquet")
+    inputs = "[rows.parquet, more.parquet]"
+    record = submit(store, folder, keep="answer", inputs=inputs, output="out.jsonl")
+    spec = JobSpec.model_validate_json(record.spec)
+
+    with open_input(spec.input) as data:
+        expected = open_answers(spec, data, 4.0, (store, None), np.empty(0, np.int64))
+        assert estimate_outputs(spec, data, 4.0).source == "unknown"
+    content = rows.read_bytes()
+    rows.write_bytes(content[:4] + b"\xff" * 1996 + content[2_000:])
+
+    assert expected.mean_tokens == round(79 / 4 + 1)
+    with open_input(spec.input) as data, pytest.raises(DataError, match=r"rows\.parquet: damaged"):
+        estimate_outputs(spec, data, 4.0)
 
 
 def test_a_limit_is_of_each_choice_and_what_rows_returned_of_all(

@@ -68,3 +68,20 @@ def test_what_a_killed_writer_left_on_nfs_is_removed_too(
     write_atomically(tmp_path / "record.json", b"new")
 
     assert [path.name for path in tmp_path.iterdir()] == ["record.json"]
+
+
+def test_a_name_of_the_greatest_length_is_written_and_what_a_killed_writer_left_removed(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / ("x" * 250 + ".json")
+    killed = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(path)],
+        env={**os.environ, VARIABLE: "file.rename.before=kill"},
+        check=False,
+    )
+    left = list(tmp_path.iterdir())
+
+    write_atomically(path, b"new")
+
+    assert (killed.returncode, len(left)) == (-signal.SIGKILL, 1)
+    assert (list(tmp_path.iterdir()), path.read_bytes()) == ([path], b"new")

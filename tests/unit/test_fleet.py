@@ -5,23 +5,29 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import socket
 import subprocess
 import sys
 import time
+from contextlib import closing
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 from agent_rig import AgentRig, until
+from aiohttp import web
 from sqlalchemy import create_engine, make_url
 
 from batchrun.config import load_deployment
-from batchrun.daemon.engine_link import Slot
-from batchrun.daemon.fleets import Fleets, empty
+from batchrun.daemon.engine_link import EngineLink, Slot
+from batchrun.daemon.fleets import SIZE_PREFIX, Fleets, empty
 from batchrun.engine import ray
 from batchrun.engine.agent.remote import AgentAddress
+from batchrun.engine.command import AttachedSettings
+from batchrun.engine.engine import AttachedEngine
 from batchrun.engine.fleet_messages import (
     FleetOrder,
     FleetReport,
@@ -36,18 +42,21 @@ from batchrun.engine.replicas import (
     leave_to_leader,
     read_memory,
 )
+from batchrun.engine.sockets import EngineSockets
 from batchrun.errors import ConfigError, EngineError, InputError
 from batchrun.home import Home
 from batchrun.pool.row_queue import Window
 from batchrun.server.api.standby import reached
 from batchrun.store import database
-from batchrun.store.database import Store
-from batchrun.store.jobs import Leader
+from batchrun.store.database import Store, open_store
+from batchrun.store.jobs import Leader, write_setting
 from batchrun.types import EnginePhase, Request
+from batchrun.wire import Telemetry
 from benchmarks.deployment import free_port
 
 RAY = {"replicas": {"min": 2, "max": 3}, "gpus": 1, "cpus": 4}
 FLEET = {"name": "fleet", "ray": RAY}
+RANGED = {"name": "fleet", "ray": {"replicas": {"min": 2, "max": 16}}}
 
 
 def write(folder: Path, *engines: object, **more: object) -> Path:
@@ -139,6 +148,55 @@ def test_settings_that_change_make_another_replica(tmp_path: Path) -> None:
     assert len({spec.digest for spec in (*before, *args)}) == 6
 
 
+def test_a_secret_of_a_fleet_that_is_no_text_is_told_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "raw").write_bytes(bytes(range(200, 240)))
+    (tmp_path / "raw").chmod(0o600)
+    with pytest.raises(ConfigError, match="the secret of a fleet must be text") as caught:
+        specs_of(tmp_path, write(tmp_path, FLEET | {"secret_file": "raw"}))
+    assert "\n" not in str(caught.value)
+
+
+async def test_a_replica_whose_engine_cannot_start_fails_and_is_tried_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the actor that Ray would run, and its agents."""
+    monkeypatch.setattr(ray, "node_address", lambda: "127.0.0.1")
+    monkeypatch.setattr(ray, "FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr("batchrun.engine.replicas.MAX_FAILED_AGENTS", 2)
+    monkeypatch.setenv("BATCHRUN_HOME", str(tmp_path / "node"))
+    its = {"command": ["false"], "ray": RAY | {"port": free_port()}}
+    fleets = Fleets(load_deployment(write(tmp_path, FLEET | its)), Home(tmp_path / "home"))
+    engine, placer = fleets.engines("fleet")[0], ray.Placer(None, lambda: True)
+    order = FleetOrder("fleet", "auto", "owner", 1, 1, (engine.spec,), leads=True)
+    engine.is_wanted = True
+    actor = ray.ReplicaActor(msgspec.to_builtins(engine.spec), "owner")
+
+    def look() -> PlacedReplica:
+        answers: dict[str, dict[str, Any] | str] = {engine.name: actor.look()}
+        return placer._serve(order, engine.spec, answers, {engine.name})
+
+    starting = asyncio.create_task(engine.start())
+    try:
+        while not starting.done():
+            engine.see(look())
+            await asyncio.sleep(0.05)
+        with pytest.raises(EngineError) as failed:
+            await starting
+        line = str(failed.value)
+        assert "engine fleet-0 ended while starting the process" in line and "\n" not in line
+        num_ended = look().num_ended
+        while look().num_ended == num_ended:
+            engine.see(look())
+            assert engine.state is EnginePhase.FAILED and "2 agents in a row" in engine.stage
+            await asyncio.sleep(0.05)
+        engine.see(msgspec.structs.replace(look(), is_outdated=True))
+        assert engine.state is EnginePhase.STARTING
+    finally:
+        actor.end(0.0)
+        await until(lambda: actor.look()["has_ended"])
+        await engine.stop()
+
+
 def test_settings_are_read_again_unless_they_take_another_daemon(tmp_path: Path) -> None:
     fleets = Fleets(load_deployment(write(tmp_path, FLEET)), Home(tmp_path / "home"))
     new = FLEET | {"vllm_args": ["--max-model-len", "512"]}
@@ -184,27 +242,79 @@ def test_a_fleet_that_may_be_larger_has_the_replicas_that_it_had(tmp_path: Path)
     assert [spec.digest for spec in before] == [spec.digest for spec in after[:3]]
 
 
-async def test_a_fleet_has_the_size_that_was_asked_for_last(tmp_path: Path) -> None:
-    path = write(tmp_path, {**FLEET, "ray": {"replicas": {"min": 1, "max": 3}}})
+@pytest.mark.parametrize(
+    ("kept", "num_seen", "num_there", "num_ordered", "target"),
+    [
+        pytest.param(None, 8, 4, 4, 4, id="what this home saw is old"),
+        pytest.param(4, 8, 4, 4, 4, id="another daemon was told a number since"),
+        pytest.param(8, 4, 4, 8, 8, id="there is no room yet for all"),
+        pytest.param(2, 4, 4, 4, 2, id="those too many are emptied first"),
+        pytest.param(None, 8, 0, 2, 2, id="Ray has none"),
+        pytest.param(99, 0, 4, 16, 16, id="max was lowered"),
+        pytest.param(1, 0, 4, 4, 2, id="min was raised"),
+    ],
+)
+async def test_a_leader_has_as_many_replicas_as_were_asked_for_last_or_as_ray_has(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kept: int | None,
+    num_seen: int,
+    num_there: int,
+    num_ordered: int,
+    target: int,
+) -> None:
+    names = [f"fleet-{number}" for number in range(16)]
 
-    async def target(resized: int | None, *, leads: bool = True) -> int:
-        fleets = Fleets(load_deployment(path), Home(tmp_path / "home"))
-        fleets.start((), (lambda: True) if leads else None)
-        if resized is not None:
-            fleets.resize("fleet", resized, (), 0)
-        await asyncio.sleep(0)
-        found = fleets.target("fleet")
-        await fleets.close()
-        return found
+    def report(num_placed: int) -> FleetReport:
+        placed = [PlacedReplica(name, "10.0.0.1", is_there=True) for name in names[:num_placed]]
+        return FleetReport((), (*placed, *map(PlacedReplica, names[num_placed:])), num_placed)
 
-    assert await target(None) == 1
-    assert await target(3) == 3
-    assert await target(None) == 3
-    assert await target(2) == 2
-    assert await target(None) == 2
-    # Another daemon leads now, and may ask for another size.
-    await target(None, leads=False)
-    assert await target(None) == 1
+    deployment = load_deployment(write(tmp_path, RANGED))
+    home, settings = Home(tmp_path / "home"), FleetSettings("fleet", "auto", "0", 1, 1)
+    home.create()
+    home.fleet("fleet").write_bytes(msgspec.json.encode(FleetMemory(settings, report(num_seen))))
+    (tmp_path / "told").write_bytes(msgspec.json.encode(report(num_there)) + b"\n")
+    placer = tmp_path / "placer"
+    placer.write_text(f"#!/bin/sh\ncat '{tmp_path / 'told'}'\nexec cat > /dev/null\n")
+    placer.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(placer))
+    with closing(open_store(tmp_path / "store.db")) as store:
+        if kept is not None:
+            write_setting(store, f"{SIZE_PREFIX}fleet", kept)
+        fleets = Fleets(deployment, home, store)
+    ((fleet, _),) = fleets._fleets.values()
+    fleets.start((), lambda: True)
+    await until(lambda: fleet.order.leads)
+
+    assert [spec.name for spec in fleet.order.replicas] == names[:num_ordered]
+    assert fleets.target("fleet") == target
+    await fleets.close()
+
+
+async def test_a_number_that_was_asked_for_is_known_to_whoever_leads_next(tmp_path: Path) -> None:
+    deployment = load_deployment(write(tmp_path, RANGED))
+
+    def fleets_of(store: Store, home: str) -> Fleets:
+        return Fleets(deployment, Home(tmp_path / home), store)
+
+    with closing(open_store(tmp_path / "store.db")) as store:
+        first = fleets_of(store, "a")
+        await first.scale("fleet", 5, (), 0.0)
+        assert first.target("fleet") == fleets_of(store, "b").target("fleet") == 5
+        with pytest.raises(InputError, match="has 2 to 16 replicas"):
+            await first.scale("fleet", 17, (), 0.0)
+        assert fleets_of(store, "a").target("fleet") == 5
+        await first.close()
+
+
+def test_a_number_that_an_older_batchrun_kept_goes_into_the_store(tmp_path: Path) -> None:
+    deployment, home = load_deployment(write(tmp_path, RANGED)), Home(tmp_path / "home")
+    home.create()
+    memory = FleetMemory(None, FleetReport(), leads=True, num_wanted=8)
+    home.fleet("fleet").write_bytes(msgspec.json.encode(memory))
+    with closing(open_store(tmp_path / "store.db")) as store:
+        assert Fleets(deployment, home, store).target("fleet") == 8
+        assert Fleets(deployment, Home(tmp_path / "heir"), store).target("fleet") == 8
 
 
 def test_time_in_which_the_machine_was_suspended_counts_for_a_leader_and_its_orders(
@@ -311,6 +421,31 @@ async def test_an_engine_whose_agent_does_not_answer_the_daemon_may_have_calls(
         assert not await empty(slot, 60.0)
 
 
+@pytest.mark.parametrize(("num_calls", "may_have_calls"), [(None, True), (0, False), (1, True)])
+async def test_an_engine_whose_metrics_tell_no_queue_is_empty_once_its_scheduler_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_calls: int | None, *, may_have_calls: bool
+) -> None:
+    for name in ("LOOK_S", "GATEWAYS_LEARN_S"):
+        monkeypatch.setattr(f"batchrun.daemon.fleets.{name}", 0.01)
+
+    async def answer(_: web.BaseRequest) -> web.Response:
+        return web.Response(text="process_start_time_seconds 1.0\n")
+
+    server = await asyncio.get_running_loop().create_server(web.Server(answer), "127.0.0.1", 0)
+    async with server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        engine = AttachedEngine(AttachedSettings(name="other", url=url))
+        await engine.start()
+        slot = Slot(engine, uses_priority=False, window=Window(32, 400_000))
+        if num_calls is not None:
+            slot.link = EngineLink(EngineSockets(tmp_path / "engine"), "other")
+            told = Telemetry("start", 1.0, "echo", 2_048, is_offline_on=True)
+            calls = msgspec.structs.replace(told.online, num_running=num_calls)
+            slot.link._remember(math.inf, msgspec.structs.replace(told, online=calls))
+        assert await empty(slot, 1.0 if may_have_calls else 60.0) is may_have_calls
+        await engine.stop()
+
+
 def test_what_an_earlier_daemon_heard_makes_no_replica_outdated(tmp_path: Path) -> None:
     home, path = Home(tmp_path / "home"), write(tmp_path, FLEET)
     settings = FleetSettings("fleet", "auto", "0", 1, 1)
@@ -318,13 +453,12 @@ def test_what_an_earlier_daemon_heard_makes_no_replica_outdated(tmp_path: Path) 
     home.create()
     seen = home.fleet("fleet")
     seen.parent.mkdir(parents=True, exist_ok=True)
-    seen.write_bytes(msgspec.json.encode(FleetMemory(settings, report, 3)))
+    seen.write_bytes(msgspec.json.encode(FleetMemory(settings, report)))
     Fleets(load_deployment(path), home)
 
     fleet = RayFleet(settings, (), seen=seen, log_path=tmp_path / "log")
 
     assert not fleet.outdated and fleet.with_a_place == {"fleet-1"}
-    assert fleet.num_wanted == 3
 
 
 def test_a_replica_whose_actor_says_nothing_counts_and_ends_no_call(tmp_path: Path) -> None:

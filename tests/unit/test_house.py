@@ -28,8 +28,8 @@ whose number follows the calls (3), an engine apart from the way to its agent, c
 the daemon apart from those for engines, the peak of a trace (3), jobs that wait for cheap
 hours, orders to the leader of a database (2), outputs of many files, calls that gateways of all
 daemons count, and which numbers of engines a planner tries."""
-MAX_LINES = 66_414
-"""25,771 more for these, for groups by key portion and rows over engines by speed, several models,
+MAX_LINES = 67_290
+"""26,647 more for these, for groups by key portion and rows over engines by speed, several models,
 a planner that sizes on several draws, bounds on what callers and engines send and hold, and
 daemons that stand by, deployments that calls at once share, processes that watch their parents,
 turns for images, places in a cache of data sets, what is cached of waiting calls, answers by class,
@@ -50,14 +50,16 @@ fetched again, batches that rest, kept columns whose types differ, what gateways
 signs of life of links and starts, engines that share no model, plans for the engines of a model,
 what keys use at all gateways, how responses end, engines that halt, steps of slow cores, stray
 quotes, rows that wait at an engine's door, choices of a row, hosts of images that hang, deadlines
-of a thousand jobs, and rows that leave sick engines."""
+of a thousand jobs, rows that leave sick engines, numbers of fleets in the store, what one model's
+engines lack, replicas that cannot start, processes that fork, what steps take without rows in the
+engine, ETAs of fleets that change, words that are written as numbers, and errors in any coding."""
 MAX_SHORT_FILES = 25
 SHORT_LINES = 80
 LONGEST_LINES = 500
 MAX_FILES_IN_FOLDER = 16
 """One more: what batchrun.yaml says of an engine has outgrown the file of the others."""
-MAX_BENCHMARK_LINES = 19_048
-"""10,858 more: rows of videos, real traffic and many jobs as scenarios, rows whose answers nobody
+MAX_BENCHMARK_LINES = 19_049
+"""10,859 more: rows of videos, real traffic and many jobs as scenarios, rows whose answers nobody
 knows, the price of rows, reserves, evictions, buckets, a real trace beside jobs, routers and what a
 decision costs, orders of calls, rows over engines, the page and Python; parts that hang, 118 odd
 engines and 51 callers in bad faith, two tenants, the demo beside vLLM's own order, a search for the
@@ -67,8 +69,8 @@ gateways and workers, routers in the simulator and beside a job, what routers fo
 kills in a fleet of real engines beside calls; a job of 20 million rows, one of a million long ones;
 a plan of 64 engines; routers beside a job under other settings of the scheduler, ports that no
 two tests get, and callers that wait for no core."""
-MAX_MANUAL_WORDS = 45_792
-"""14,887 more: what rows may cost calls, which engine a call goes to, Python, the page, engines on
+MAX_MANUAL_WORDS = 46_014
+"""15,109 more: what rows may cost calls, which engine a call goes to, Python, the page, engines on
 other machines, orders of calls, rows over engines, time limits, limits of keys, attacks and their
 tests, uploads, `on_done`, why a call went where it went, fleets and how to deploy,
 what callers feel, calls that would be late, AccelGen's and LARRY's figures, fleets
@@ -78,7 +80,8 @@ kinds in a simulation, routing beside a job by the dial, figures of a second
 machine, days of the tide, an upgrade of several daemons, what would leave replicas behind, what
 containers and units need, replicas of a database that
 lack commits, what stands still, what a backup that is put back does not list, two hours of a
-trace beside jobs, calls that pass rows at an engine's door, and what waiting jobs continue."""
+trace beside jobs, calls that pass rows at an engine's door, what waiting jobs continue, and which
+model rows get that name none."""
 README_FIRST_SCREEN_LINES = 60
 MAX_FILES_ON_WAY = {"row": 40, "call": 10, "step": 22, "batch": 24}
 

@@ -102,6 +102,32 @@ def test_a_hard_link_outlives_deletion_and_replacement(tmp_path: Path, *, replac
         assert data.read_rows([7]) == [{"id": "r7"}]
 
 
+def test_of_a_file_of_equal_size_and_time_in_its_place_the_pinned_bytes_are_read(
+    tmp_path: Path,
+) -> None:
+    path, new, links = tmp_path / "a.jsonl", tmp_path / "new", tmp_path / "links"
+    path.write_text(lines(0))
+    pin = keep_input(pin_of(path), {}, links)
+    new.write_text(lines(500))
+    os.utime(new, ns=(0, pin.files[0].mtime_ns))
+    assert new.stat().st_size == pin.files[0].size_bytes
+    new.replace(path)
+    verify_pin(pin, links=links)
+    with open_pinned(InputSpec(path=(str(path),)), pin, links=links) as data:
+        assert data.read_rows([0]) == [{"q": "000000"}]
+
+
+def test_a_file_that_equals_one_whose_link_was_written_to_is_read_itself(tmp_path: Path) -> None:
+    path, other, links = tmp_path / "a.jsonl", tmp_path / "x" / "a.jsonl", tmp_path / "links"
+    other.parent.mkdir()
+    for each in (other, path):
+        each.write_text(lines(0))
+        pin = keep_input(pin_of(each), {}, links)
+    other.write_text(lines(500))
+    os.utime(other, ns=(1, 1))
+    verify_pin(pin, links=links)
+
+
 def test_files_that_end_alike_have_links_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

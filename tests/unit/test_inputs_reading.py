@@ -334,3 +334,17 @@ def test_a_place_on_the_hub_is_read_from_the_cache_alone(
     )
 
     assert done.stdout == f"{said}\n"
+
+
+@pytest.mark.parametrize("columns", [["u.name"], ["u"], ["u.name", "u"], ["text", "u.name"]])
+def test_a_column_may_be_called_as_a_field_of_another_is(
+    tmp_path: Path, columns: list[str]
+) -> None:
+    row = {"u": {"name": "x", "id": 1}, "u.name": "y", "text": "t"}
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.Table.from_pylist([row]), path)
+    wanted = [{name: row[name] for name in columns}]
+
+    with open_path(path, id="u.name") as data:
+        assert [batch.to_pylist() for _, batch in data.iter_batches(columns)] == [wanted]
+        assert data.read_rows([0], columns) == wanted

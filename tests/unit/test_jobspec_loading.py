@@ -66,6 +66,29 @@ def test_the_folder_of_a_job_file_is_no_pattern(tmp_path: Path, written: str) ->
         input_files(load_job_file(path, cwd=tmp_path).input.path)
 
 
+@pytest.mark.parametrize("name", ["~t.parquet", "~root/t.parquet"])
+def test_a_home_is_meant_only_where_a_path_begins_with_it(tmp_path: Path, name: str) -> None:
+    text = JOB.replace("../data/loogle.parquet", f"./{name}")
+    text = text.replace("results/loogle.parquet", f"./{name}")
+    text += f"on_done: {{webhook: 'https://a.test', secret_file: ./{name}}}\n"
+    path = write_job(tmp_path, text)
+
+    spec = load_job_file(path, cwd=tmp_path)
+
+    assert spec.input.path == (str(path.parent / name),)
+    assert spec.output.path == str(tmp_path / name)
+    assert spec.on_done is not None
+    assert spec.on_done.secret_file == str(path.parent / name)
+
+
+def test_numbers_among_the_words_of_on_done_are_text_as_they_stand_there(tmp_path: Path) -> None:
+    path = write_job(tmp_path, JOB + "on_done: [tell, 1e5, 007, 1_000, 1.10]\n")
+
+    on_done = load_job_file(path, cwd=tmp_path).on_done
+
+    assert on_done is not None and on_done.command == ("tell", "1e5", "007", "1_000", "1.10")
+
+
 def test_images_beside_a_job_in_such_a_folder_stay_within_it(tmp_path: Path) -> None:
     (tmp_path / "run[1]" / "data").mkdir(parents=True)
     pattern = str(Path(glob.escape(str(tmp_path / "run[1]")), "data", "*.jsonl"))
@@ -144,7 +167,7 @@ def test_the_content_hash_ignores_comments_and_sees_values(tmp_path: Path) -> No
         ("deadline: 6h", "deadline: 9999999d", ":10: deadline: is over ten years away"),
         ("../data/loogle.parquet", "~$data.jsonl", ":3: input.path: '~$data.jsonl': no user"),
         ("results/loogle.parquet", "~nobody-here/a.jsonl", ":9: output.path: '~nobody-here/a.j"),
-        ("../data/loogle.parquet", '"a\\0b"', ":3: input.path: 'a\\x00b': a path holds no"),
+        ("../data/loogle.parquet", '"a\\0b"', ":3: input.path: holds a null character"),
         ("name: loogle", "name: a/b", ":1: name: must be 1 to 128 letters"),
     ],
 )
@@ -168,6 +191,16 @@ def test_an_openai_batch_file_is_recognised(tmp_path: Path) -> None:
     line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {}}
     spec = load_job_file(batch_job(tmp_path, [line]), cwd=tmp_path)
     assert spec.is_openai_batch
+
+
+@pytest.mark.parametrize("before", ["\n", " \t\r\n\n", "\ufeff\n", "\ufeff"])
+def test_an_openai_batch_file_may_begin_with_blank_lines(tmp_path: Path, before: str) -> None:
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {}}
+    path = batch_job(tmp_path, [line])
+    batch = tmp_path / "batch.jsonl"
+    batch.write_text(before + batch.read_text(), encoding="utf-8")
+
+    assert load_job_file(path, cwd=tmp_path).is_openai_batch
 
 
 def test_other_jsonl_without_a_template_is_refused(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from batchrun.daemon.view import view_stored, view_stored_job
 from batchrun.errors import StateError, UnknownJobError
 from batchrun.home import Home
 from batchrun.jobs.batch import new_batch_job
+from batchrun.jobs.results.keeping import check_files
 from batchrun.python.handle import Job
 from batchrun.store import batches, jobs, results
 from batchrun.store.batches import NewBatch
@@ -79,6 +80,22 @@ def test_a_name_means_its_newest_job_alone_and_a_beginning_must_be_unique(tmp_pa
         view_jobs(home, "job_ab")
 
 
+def test_a_whole_name_is_meant_before_the_beginning_of_another_job_s_id(tmp_path: Path) -> None:
+    home = Home(tmp_path)
+    home.create()
+    with closing(open_store(home.store_location)) as store:
+        for name, job_id in {"batch": "batch_123456789", "other": "batch_234567890"}.items():
+            jobs.create(store, NewJob(name, "{}", "{}", "hash", 2, id=job_id), now_s=1.0)
+        with pytest.raises(UnknownJobError, match="no such job"):
+            jobs.get(store, "batch_1")
+        made = jobs.create(store, NewJob("batch_12", "{}", "{}", "hash", 2), now_s=1.0)
+
+    assert [view["id"] for view in view_jobs(home, "batch_12")["jobs"]] == [made.id]
+    assert [view["id"] for view in view_jobs(home, "batch_23")["jobs"]] == ["batch_234567890"]
+    with closing(open_store(home.store_location)) as store:
+        assert jobs.get(store, "batch_12") == made
+
+
 def test_an_output_that_a_later_job_replaced_is_not_told_as_an_earlier_one_s(
     tmp_path: Path,
 ) -> None:
@@ -88,11 +105,12 @@ def test_an_output_that_a_later_job_replaced_is_not_told_as_an_earlier_one_s(
     spec = json.dumps(SPEC | {"output": {"path": str(output)}})
     first, last = "job_a23456789a", "job_b23456789a"
     with closing(open_store(home.store_location)) as store:
-        for job_id, now_s in ((last, 3.0), (first, 2.0)):
-            jobs.create(store, NewJob("n", spec, "{}", "hash", 1, id=job_id), now_s=1.0)
+        for job_id, num_rows, now_s in ((last, 1, 3.0), (first, 2, 2.0)):
+            jobs.create(store, NewJob("n", spec, "{}", "hash", num_rows, id=job_id), now_s=1.0)
             jobs.start(store, job_id, now_s=now_s)
             jobs.begin_finalizing(store, job_id, JobState.COMPLETED, now_s=now_s)
             jobs.finish(store, job_id, now_s=now_s)
+        assert list(check_files(jobs.list_jobs(store), links=home.inputs)) == []
 
     line = f"out.jsonl is where {last} wrote its output later; `batchrun results {first} -o OTHER`"
     with pytest.raises(StateError, match=line):

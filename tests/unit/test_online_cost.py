@@ -53,6 +53,13 @@ def test_a_step_beside_tokens_of_calls_takes_at_most_so_many_times_as_alone() ->
     assert OnlineCost().most_s(engine(decoding_call())) == pytest.approx(1.5 * DECODE_S)
 
 
+def test_where_rows_slow_steps_that_have_none_the_dial_goes_by_what_an_empty_engine_takes() -> None:
+    faster = LinearModel(BASE_S / 2, TOKEN_S, 0.0, 0.0, 0.0)
+    dial, beside = OnlineCost(), engine(decoding_call(), alone_model=faster)
+
+    assert dial.most_s(beside) == pytest.approx(1.5 * (DECODE_S - BASE_S / 2))
+
+
 def test_prompts_of_calls_are_granted_what_they_take() -> None:
     beside = engine(decoding_call(), prefilling_call("new", left=300), waiting=[call(prompt=200)])
 

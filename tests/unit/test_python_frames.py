@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import enum
 import json
+import multiprocessing
 import subprocess
 import sys
 from collections.abc import Callable
@@ -167,6 +168,7 @@ FLEET = "engines: [{name: f, ray: {}}]"
         (TWO, "v2/m", "b", "v2/m", False, False),
         ("engines: [{attach: 'http://x'}]", "v2/m", "m", "v2/m", False, False),
         (f"{PROD[:-1]}, {FLEET}}}", "./v1/m", "prod", "v1/m", False, False),
+        ("model: ./~v3", "./~v3", "~v3", "~v3", False, False),
         ("model: tiny", None, "default", None, False, False),
         ("model: tiny", "tiny", "tiny", None, False, False),
         ("model: tiny", "acme/large", "acme/large", None, True, False),
@@ -185,7 +187,7 @@ def test_a_model_is_its_files_and_asked_for_by_the_name_that_engines_serve(
 ) -> None:
     """`is_told`: a deployment that is started; `is_other`: one that runs has another model."""
     monkeypatch.chdir(tmp_path)
-    for folder in ("v1/m", "v2/m"):
+    for folder in ("v1/m", "v2/m", "~v3"):
         Path(folder).mkdir(parents=True)
     Path("batchrun.yaml").write_text(deployment)
 
@@ -482,6 +484,37 @@ def test_a_schema_that_cannot_be_asked_for_is_refused(question: Question, compla
         question.spec(Path("rows.parquet"), Path("/out"))
 
 
+def holding_itself() -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    value["a"] = value
+    return value
+
+
+@pytest.mark.parametrize(
+    ("question", "reason"),
+    [
+        (Question("\ud800 {{ t }}"), "surrogates not allowed"),
+        (Question("{{ t }}", request={"stop": "\ud800"}), "surrogates not allowed"),
+        (
+            Question("{{ t }}", request={"logit_bias": {(1, 2): 1}}),
+            "keys must be str, .* not tuple",
+        ),
+        (Question("{{ t }}", request={"logit_bias": holding_itself()}), "Circular reference"),
+    ],
+)
+def test_what_no_job_can_hold_is_refused_in_a_line(question: Question, reason: str) -> None:
+    with pytest.raises(InputError, match=f"^no job can hold the template .*{reason}"):
+        question.spec(Path("rows.parquet"), Path("/out"))
+
+
+def test_a_template_that_is_too_long_is_refused_daemon_or_not(tmp_path: Path) -> None:
+    frame = frame_of(pl.DataFrame({"t": ["a"]}))
+    question = Question("x" * (4 << 20) + "{{ t }}")
+
+    with pytest.raises(JobSpecError, match=r"put long text into a column of the input$"):
+        ask(question, frame, Home(tmp_path), progress=False)
+
+
 def test_a_kind_of_pandas_frame_is_one() -> None:
     kind = type("GeoDataFrame", (pd.DataFrame,), {})
 
@@ -515,3 +548,27 @@ def test_what_errors_are_to_be_is_told_to_those_who_give_none(tmp_path: Path) ->
     wrong: Any = None
     with pytest.raises(InputError, match=r"^errors must be one of column, raise, not 'None'$"):
         batchrun.map(pl.DataFrame({"text": ["a"]}), "{{ text }}", home=tmp_path, errors=wrong)
+
+
+def test_a_process_that_is_forked_after_a_call_is_told_what_to_use_instead() -> None:
+    frame_of(pd.DataFrame({"text": ["a"]}))
+    ours, theirs = multiprocessing.Pipe()
+
+    def call() -> None:
+        takes: list[Callable[[], object]] = [
+            lambda: frame_of(pd.DataFrame()),
+            lambda: frame_of_rows([]),
+        ]
+        for take in takes:
+            try:
+                take()
+                theirs.send("taken")
+            except InputError as refusal:
+                theirs.send(str(refusal))
+
+    child = multiprocessing.get_context("fork").Process(target=call)
+    child.start()
+    said = [ours.recv(), ours.recv()]
+    child.join()
+
+    assert all('start method "spawn"' in line for line in said), said

@@ -16,7 +16,7 @@ from job_builders import make_tree_job
 from batchrun.config import Deployment, load_deployment
 from batchrun.daemon.daemon import Daemon
 from batchrun.daemon.engine_link import Slot
-from batchrun.daemon.fleets import Fleets
+from batchrun.daemon.fleets import SIZE_PREFIX, Fleets
 from batchrun.daemon.plugin import profile_path
 from batchrun.daemon.prices import speed_of
 from batchrun.daemon.supervisor import Supervisor
@@ -42,6 +42,7 @@ from batchrun.simulator.calibrate import (
     make_measured_engine,
 )
 from batchrun.store.database import Store
+from batchrun.store.jobs import list_settings
 from batchrun.types import EnginePhase
 
 LAW = RooflineModel(
@@ -108,7 +109,7 @@ def follow(store: Store, folder: Path, mode: str) -> Followed:
     path = profile_path(deployment, deployment.engines[0], home)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(profile.to_json())
-    supervisor = Supervisor(deployment, home, {})
+    supervisor = Supervisor(deployment, home, {}, store)
     daemon = Daemon(store, supervisor.slots, folder / "inputs")
     figures = GatewayFigures("http://127.0.0.1:9", "secret")
     calls = CallsOfAll(store, daemon.name, figures)
@@ -138,6 +139,34 @@ async def test_a_fleet_grows_with_its_calls_and_waits_before_it_shrinks(
         assert 'batchrun_fleet_advised_replicas{cause="patience",fleet="fleet"} 6.0' in text
         assert 'batchrun_fleet_replicas{fleet="fleet",state="wanted"} 6.0' in text
         assert 'batchrun_fleet_forecast_engines{fleet="fleet",forecast="high"}' in text
+    finally:
+        await followed.supervisor.close()
+
+
+async def test_a_fleet_grows_while_the_store_takes_nothing_and_its_number_is_kept_later(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    followed = follow(store, tmp_path, "on")
+
+    def refuse(*_: object) -> None:
+        raise StoreUnreachableError("the database does not answer")
+
+    try:
+        for num_calls in (0, 60):
+            await followed.pass_minute(num_calls)
+        with monkeypatch.context() as patches:
+            patches.setattr(Store, "write", refuse)
+            said = [await followed.pass_minute(9_000) for _ in range(4)]
+        assert followed.target == 6
+        assert all(str(each["says"]).startswith("follows its calls: 6") for each in said)
+        lines = [each.message for each in caplog.records if each.levelname == "ERROR"]
+        assert set(lines) == {
+            "fleet fleet: whoever leads next would not know that it is to have 6 replicas: "
+            "the database does not answer; it is written again in a minute"
+        }
+        assert list_settings(store, SIZE_PREFIX) == {"fleet": 2}
+        await followed.pass_minute(9_000)
+        assert list_settings(store, SIZE_PREFIX) == {"fleet": 6}
     finally:
         await followed.supervisor.close()
 
@@ -308,7 +337,7 @@ async def test_calls_of_a_gateway_that_tells_nothing_are_not_gone(
 async def test_a_fleet_cannot_follow_without_a_profile(store: Store, tmp_path: Path) -> None:
     deployment, home = deployment_of(tmp_path, follow="on"), Home(tmp_path / "home")
     home.create()
-    supervisor = Supervisor(deployment, home, {})
+    supervisor = Supervisor(deployment, home, {}, store)
     daemon = Daemon(store, supervisor.slots, tmp_path / "inputs")
     calls = CallsOfAll(store, daemon.name, GatewayFigures("http://127.0.0.1:9", "secret"))
     with pytest.raises(ConfigError, match=r"fleet fleet: 'follow' needs a profile"):

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 import batchrun.cli.main as cli
+from batchrun.cli import status
 from batchrun.cli.console import answer, columns, named_lines, out, safe_json
 from batchrun.control.following import SafeConsole
 from batchrun.errors import UNSAFE
@@ -79,3 +80,28 @@ def test_no_line_ends_with_blanks(*, is_terminal: bool) -> None:
 
 def test_one_row_is_no_rows() -> None:
     assert [count(num, "row") for num in (0, 1, 1_200)] == ["0 rows", "1 row", "1,200 rows"]
+
+
+@pytest.mark.parametrize("width_chars", [80, 100])
+def test_the_list_of_jobs_cuts_no_digit(monkeypatch: pytest.MonkeyPatch, width_chars: int) -> None:
+    view = {
+        "id": "job_des4016c31", "name": "nightly-summaries", "state": "running", "stage": None,
+        "is_deadline_kept": True, "num_completed": 11_345_678, "num_failed": 1_204,
+        "num_rows": 12_345_678, "rows_per_s": 1234.5, "eta_s": 98_765.0, "eta_low_s": 87_654.0,
+        "eta_high_s": 109_876.0, "hit_rate": 0.93,
+    }  # fmt: skip
+    console = SafeConsole(file=io.StringIO(), width=width_chars, soft_wrap=True)
+    monkeypatch.setattr(status, "out", console)
+    with console.capture() as captured:
+        console.print(status._job_table([view], waits=None))
+
+    text = captured.get()
+    for figure in ("11,345,678", " 1,204", "12,345,678", "92%", "27h26m", "(24h20m", "30h31m)"):
+        assert figure in text
+    assert ("93%" in text) == (width_chars == 100)
+    assert max(map(len, text.splitlines())) <= width_chars
+    view |= {"stage": "waiting for /data/inputs-2026-11-29-evening.parquet", "num_rows": 20}
+    view |= {"num_completed": 5, "num_failed": 0}
+    with console.capture() as captured:
+        console.print(status._job_table([view], waits=None))
+    assert max(map(len, captured.get().splitlines())) <= width_chars

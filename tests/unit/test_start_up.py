@@ -27,6 +27,18 @@ def test_programs_start_without_polars(module: str) -> None:
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_streams_are_as_good_as_dev_null(closed: str) -> None:
+    said = subprocess.run(
+        ["sh", "-c", f'exec "$0" -m batchrun version {closed}', sys.executable],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (said.returncode, said.stderr) == (0, "")
+    assert bool(said.stdout) == (">&-" not in closed.replace("2>&-", ""))
+
+
 def test_a_start_says_how_long_the_last_one_took(tmp_path: Path) -> None:
     home = Home(tmp_path)
     home.create()

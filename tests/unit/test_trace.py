@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from batchrun.errors import DataError, InputError
 from batchrun.simulator.traces.rates import RateSeries, draw_trace
 from batchrun.simulator.traces.reading import load_parquet, save_trace
 from batchrun.simulator.traces.trace import (
+    STRETCH_S,
     PrefixBlocks,
     Trace,
     find_peak,
@@ -64,6 +66,27 @@ def test_what_is_no_trace_is_refused(
     arrays = np.array(times, float), np.array(prompts), np.array(outputs)
     with pytest.raises(DataError, match=says):
         Trace(*arrays, duration_s=9.0)
+
+
+@pytest.mark.parametrize(
+    ("times_s", "before"), [([0, 1.7e9, 1.7e9 + 5, 1.7e9 + 9], 1), ([1e300, 5, 0], 2)]
+)
+def test_a_time_far_from_the_others_is_refused(times_s: list[float], before: int) -> None:
+    ones = np.ones(len(times_s), np.int64)
+    with pytest.raises(DataError, match=f"more than 1,000; .* is after request {before}: correct"):
+        Trace.of(times_s, ones, ones)
+
+
+def test_time_without_calls_takes_no_room_in_a_draw() -> None:
+    """A stretch takes some numbers, no object of its own."""
+    trace = Trace.of([0, 1e7], [1, 1], [1, 1])
+    tracemalloc.start()
+    again = redrawn(trace, 1)
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+
+    assert again.duration_s == trace.duration_s
+    assert peak_bytes < 100 * trace.duration_s / STRETCH_S
 
 
 def test_more_prefix_blocks_than_a_prompt_holds_are_refused() -> None:

@@ -117,6 +117,24 @@ def test_azure_times_are_read_with_and_without_a_zone(tmp_path: Path) -> None:
     assert new.arrival_s == pytest.approx([0, 0.007405, 0.99007], abs=1e-6)
 
 
+def test_azure_times_are_instants_in_any_zone(tmp_path: Path) -> None:
+    times = (
+        "2024-05-10T00:00:00Z", "2024-05-10 02:00:01+02:00", "2024-05-09 18:30:02.5-0530",
+        "2024-05-10 00:00:04", "2024-05-10 01:00:08+01",
+    )  # fmt: skip
+    text = AZURE_HEADER + "".join(f"{time},1,1\n" for time in times)
+
+    assert read_trace(write(tmp_path, text)).arrival_s == pytest.approx([0, 1, 2.5, 4, 8])
+
+
+def test_failed_calls_of_mooncake_are_left_out(tmp_path: Path) -> None:
+    failed = '{"timestamp": 9, "input_length": 600, "output_length": 0}\n'
+    trace = read_trace(write(tmp_path, MOONCAKE + failed))
+
+    assert trace.arrival_s.tolist() == [0, 3]
+    assert trace.prefix is not None and trace.prefix.of_request(1).tolist() == [0]
+
+
 def test_failed_calls_of_burstgpt_are_left_out(tmp_path: Path) -> None:
     trace = read_trace(write(tmp_path, BURSTGPT))
     assert trace.arrival_s.tolist() == [0, 113]
@@ -204,12 +222,25 @@ WRONG = {
     "only failed calls": (BURST_HEADER + "5,m,0,0,0,log\n", "no call in it has prompt and output"),
     "no JSON": (MOONCAKE + "{oops\n", "line 3: not a call"),
     "a JSON key": (MOONCAKE + '\n{"timestamp": 1}\n', "line 4: not a call: .*input_length"),
-    "empty prompt": (
-        '{"timestamp": 1, "input_length": 0, "output_length": 1}', "line 1: .*input_length"
+    "an empty prompt": (
+        '{"timestamp": 1, "input_length": 0, "output_length": 1}', "no call in it has prompt and"
+    ),
+    "a length below 0": (
+        '{"timestamp": 1, "input_length": -1, "output_length": 1}', "line 1: .*input_length"
+    ),
+    "a length beyond words": (
+        MOONCAKE.replace("600", "9223372036854775808"), "line 1: .*input_length"
+    ),
+    "tokens beyond words": (
+        AZURE_HEADER + "2024-05-10 00:00:00,9223372036854775807,1\n",
+        "line 2: ContextTokens must be a token count"
     ),
     "blocks": (MOONCAKE.replace("600", "512"), "request 1 has more prefix blocks"),
     "a rate": ("time_s,rate_per_s\n0,1\n60,-1\n", "line 3: rate_per_s must be a number, 0 or"),
     "a cv": ("time_s,rate_per_s,cv\n0,1,0\n60,1,1\n", "line 2: cv must be a number, above 0"),
+    "a cv near 0": ("time_s,rate_per_s,cv\n0,1,1e-200\n60,1,1\n", "line 2: cv must be a number, "),
+    "a great cv": ("time_s,rate_per_s,cv\n0,1,1\n60,1,1e9\n", "line 3: cv must .* at most 100"),
+    "a shape near 0": (SERVEGEN + "1800,1,1,Weibull,1e-3,1\n", "line 4: shape must be .* Weibull"),
     "a column": ("time_s,rate_per_s,colour\n0,1,2\n", "line 1: column 'colour'"),
     "a window": ("time_s,rate_per_s\n0,1\n", "at least two windows"),
     "time turned": ("time_s,rate_per_s\n0,1\n60,1\n60,2\n", "window at 60 s does not follow"),

@@ -25,7 +25,13 @@ from batchrun.engine import progress as progressing
 from batchrun.engine.agent import server
 from batchrun.engine.agent.engine import AgentEngine, AgentWire
 from batchrun.engine.agent.held_rows import KeptOutcomes, RowKeeper
-from batchrun.engine.agent.messages import AgentState, SentRow
+from batchrun.engine.agent.messages import (
+    AgentState,
+    EndedRows,
+    FromAgent,
+    HeldRows,
+    SentRow,
+)
 from batchrun.engine.agent.remote import AgentAddress
 from batchrun.engine.agent.server import Agent, AgentSettings
 from batchrun.engine.client import EngineClient
@@ -239,7 +245,7 @@ def test_what_is_heard_of_work_and_of_silence(
         """Whether work is due, without rows of ours and with."""
         link._hear_telemetry(lambda: None, encode(telemetry))
         looks = [link.look(has_rows=has_rows) for has_rows in (False, True)]
-        return [look.has_work for look in looks if look is not None]
+        return [bool(look.has_work) for look in looks if look is not None]
 
     assert hear(TOLD) == [False, False]
     assert hear(replace(TOLD, offline=WORKING)) == [False, True]
@@ -290,3 +296,34 @@ async def test_an_agent_knows_when_it_sent_the_newest_row_that_its_engine_has(
         assert -math.inf < first_s == rows.newest_s < newest_s
         await rows.close()
         await client.close()
+
+
+async def test_the_daemon_hears_of_a_row_at_which_its_agent_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    def hear(message: FromAgent) -> bool:
+        told.append(message)
+        return True
+
+    monkeypatch.setattr("aiohttp.ClientSession.post", refuse)
+    client, told = EngineClient("http://127.0.0.1:1"), list[FromAgent]()
+    kept = KeptOutcomes(tmp_path / "kept.db")
+    rows = RowKeeper(client, kept, hear, lambda: None)
+    telling = asyncio.create_task(rows.run())
+    rows.meet()
+    rows.take([SentRow("job_a", 7, 2, 1, "/v1/x", b"{}", None, "made")], is_refused=False)
+    while len(told) < 2:
+        await asyncio.sleep(0.01)
+    telling.cancel()
+    await client.close()
+
+    held, ended = told
+    assert isinstance(held, HeldRows) and isinstance(ended, EndedRows)
+    (outcome,) = ended.outcomes
+    assert (outcome.row, outcome.attempt, outcome.content) == (7, 2, "made")
+    assert (outcome.kind, rows.num_held) == (OutcomeKind.RETRY, 0)
+    assert outcome.error is not None
+    assert 'failed: RuntimeError("can\'t start new thread")' in outcome.error.message

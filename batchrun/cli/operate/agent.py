@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import shlex
 import signal
 import socket
 import sys
@@ -89,6 +90,8 @@ def serve(
     as_json: JsonOption = False,
 ) -> None:
     """Run one engine with an agent beside it, for a daemon on this machine or another."""
+    if key is not None and certificate is None:
+        raise InputError("--key is that of --certificate: give both")
     deployment = _deployment_of(
         read_deployment(config, model=model, listen=listen), home, name, attach, vllm_args or []
     )
@@ -145,7 +148,7 @@ def environment(
     own.create()
     secret = read_or_make_secret(secret_file or own.agent_secret)
     for variable, value in plugin_env(own, derive_token(secret, "hints"), name).items():
-        typer.echo(f"export {variable}='{value}'")
+        typer.echo(f"export {variable}={shlex.quote(value)}")
 
 
 def _start_in_background(home: Home, name: str, address: tuple[str, int]) -> None:

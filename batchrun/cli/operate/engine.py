@@ -33,7 +33,7 @@ from batchrun.cli.operate.explain import explain
 from batchrun.cli.status import SHOWN_STALL_S, describe_parts, describe_past, describe_progress
 from batchrun.config import TINY_MODELS, Deployment
 from batchrun.control.client import DIRECT, DaemonClient
-from batchrun.control.starting import LOOK_WAIT_S, describe_silence, read_deployment
+from batchrun.control.starting import LOOK_WAIT_S, read_deployment
 from batchrun.daemon.plugin import profile_path
 from batchrun.daemon.supervisor import check_gateway_port, default_port, engine_python
 from batchrun.engine.client import normalise_url
@@ -343,9 +343,10 @@ def _findings(deployment: Deployment, home: Home) -> Iterator[Finding]:
         "memory", memory >= MIN_MEMORY_BYTES, f"{memory / 2**30:.0f} GiB", "use a larger machine"
     )
     yield Finding("GPU", True, "an NVIDIA GPU" if has_gpu() else "none: engines run on the CPU")
-    picture = _running(home)
+    client = DaemonClient(home, timeout_s=LOOK_WAIT_S)
+    picture = _running(client)
     running = picture is not None
-    silence = None if running else describe_silence(home)
+    silence = None if running else client.describe_silence()
     said = "running" if running else silence or "not running (`batchrun up -d`)"
     yield Finding("daemon", silence is None, said, "batchrun down, then batchrun up -d")
     progress = None if picture is None else picture["progress"]  # A standby tells none.
@@ -377,9 +378,9 @@ def _findings(deployment: Deployment, home: Home) -> Iterator[Finding]:
         yield _checked("port of the gateway", deployment.listen, check, mend)
 
 
-def _running(home: Home) -> dict[str, Any] | None:
+def _running(client: DaemonClient) -> dict[str, Any] | None:
     try:
-        return DaemonClient(home, timeout_s=LOOK_WAIT_S).get("/status")
+        return client.get("/status")
     except DaemonUnavailableError:
         return None
 

@@ -32,7 +32,14 @@ from batchrun.home import Home
 from batchrun.jobs.spec import MAX_WEIGHT, MIN_WEIGHT
 from batchrun.keys import digest, new_key
 from batchrun.quantities import parse_duration_s
-from batchrun.server.api.key_list import HEARD_S, KeyList, asks_for_none, limits_in, online_usage
+from batchrun.server.api.key_list import (
+    HEARD_S,
+    KeyList,
+    asks_for_none,
+    limit_lines,
+    limits_in,
+    online_usage,
+)
 from batchrun.store import api_keys, files
 from batchrun.store.database import open_store
 from batchrun.store.jobs import Counts
@@ -247,31 +254,13 @@ def list_keys(
 def _cells(key: dict[str, Any]) -> Iterator[str]:
     used, online = key["usage"], key["online"]
     yield from (key["id"], key["name"], key["role"], key["class"] or "-")
-    yield "\n".join(_limit_lines(key["limits"])) or "-"
+    yield "\n".join(limit_lines(key["limits"])) or "-"
     yield figure(key["stored_bytes"])
     yield figure(key["batches"])
     yield figure(used["num_prompt_tokens"] + used["num_output_tokens"])
     yield figure(online["num_calls"])
     yield figure(online["num_prompt_tokens"] + online["num_output_tokens"])
     yield "active" if key["revoked_at"] is None else "revoked"
-
-
-LIMIT_WORDS = {
-    "requests_per_minute": "{:,} requests a minute",
-    "concurrent_calls": "{:,} calls at once",
-    "concurrent_batches": "{:,} batches at once",
-    "enqueued_tokens": "{:,} tokens in batches",
-    "stored_bytes": "{:,} bytes in files",
-    "max_weight": "weight {:g}",
-    "min_deadline_s": "deadline {:g} s",
-}
-
-
-def _limit_lines(limits: Mapping[str, float | None]) -> Iterator[str]:
-    for name, words in LIMIT_WORDS.items():
-        value = limits[name]
-        if value is not None and value not in {api_keys.MAX_COUNT, api_keys.MAX_TOKENS}:
-            yield words.format(value)
 
 
 @keys_app.command()

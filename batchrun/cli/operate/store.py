@@ -29,6 +29,7 @@ from batchrun.cli.console import (
 from batchrun.control.starting import read_deployment
 from batchrun.errors import InputError, StoreLockedError
 from batchrun.files import StoreLock, atomic_file, remove_left_scratch
+from batchrun.files import name_of as file_name_of
 from batchrun.home import Home
 from batchrun.jobs.results.file_bytes import check_contents, file_bytes_of, remove_expired
 from batchrun.jobs.results.keeping import (
@@ -128,7 +129,7 @@ def _shown(violations: Sequence[Violation]) -> list[str]:
 
 def _remove_left_journals(file: Path) -> None:
     """Remove what backups to `file` that were killed left; `atomic_file` removes the rest."""
-    for left in file.parent.glob(f".{glob.escape(file.name)}.*.part"):
+    for left in file.parent.glob(f".{glob.escape(file_name_of(file.name))}.*.part"):
         retention.journal_of(left).unlink(missing_ok=True)
 
 

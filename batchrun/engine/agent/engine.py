@@ -58,6 +58,12 @@ class AgentEngine:
         return known is not None and (known.is_draining or bool(known.is_emptied))
 
     @property
+    def is_attached(self) -> bool:
+        """Whether it was started by somebody else than its agent, which it outlives."""
+        known = self.client.state
+        return known is not None and known.is_attached
+
+    @property
     def direct_url(self) -> str | None:
         """Where the engine answers by itself, on this machine; None where only its agent does, as
         while that drains."""

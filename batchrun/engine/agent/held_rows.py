@@ -151,7 +151,7 @@ class RowKeeper:
                 self._running[row.key] = task
                 self._contents[row.key] = row.content
                 self._sent_at_s[row.key] = time.monotonic()
-                task.add_done_callback(partial(self._ran, row.key))
+                task.add_done_callback(partial(self._ran, row))
 
     def forget(self, keys: Collection[RowKey]) -> None:
         """End what still runs of these rows, and keep nothing of them."""
@@ -202,7 +202,7 @@ class RowKeeper:
         await self._keep()
 
     async def _run_row(self, row: SentRow, *, is_refused: bool) -> None:
-        request = Request(row.job_id, row.row, row.attempt, row.epoch, row.endpoint, {})
+        request = _request_of(row)
         if is_refused:
             error = RowError("draining", "the engine's agent takes no more rows")
             outcome = failure(request, OutcomeKind.BUSY, error, duration_s=0.0)
@@ -215,11 +215,17 @@ class RowKeeper:
             self._on_death()
         self._tell_soon(outcome)
 
-    def _ran(self, key: RowKey, task: asyncio.Task[None]) -> None:
-        if self._running.get(key) is task:
+    def _ran(self, row: SentRow, task: asyncio.Task[None]) -> None:
+        key = row.key
+        is_held = self._running.get(key) is task
+        if is_held:
             del self._running[key], self._sent_at_s[key], self._contents[key]
         if not task.cancelled() and (error := task.exception()) is not None:
             log.critical("row %d of %s failed", key[1], key[0], exc_info=error)
+            if is_held:
+                told = RowError("agent_error", f"the engine's agent failed: {error!r}")
+                outcome = failure(_request_of(row), OutcomeKind.RETRY, told, duration_s=0.0)
+                self._tell_soon(replace(outcome, content=row.content))
 
     def _tell_soon(self, outcome: Outcome) -> None:
         if self._has_daemon:
@@ -256,6 +262,10 @@ class RowKeeper:
                     "row %d of %s is given up: the file of outcomes is full", key[1], key[0]
                 )
                 del new[key], self._ended[key]
+
+
+def _request_of(row: SentRow) -> Request:
+    return Request(row.job_id, row.row, row.attempt, row.epoch, row.endpoint, {})
 
 
 def _size(outcome: Outcome) -> int:

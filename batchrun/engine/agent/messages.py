@@ -68,7 +68,7 @@ class AgentState(Struct, frozen=True, tag="state"):
     it: whoever is in the same place reaches the engine itself at `engine_url`, with the key that
     follows from the agent's secret where it `needs_key`. `last_steps` are the rows of the last
     steps of an engine that went down. `is_emptied`: the daemon wants calls to go elsewhere, where
-    they can; None: the agent is too old to be told.
+    they can; None: the agent is too old to be told. `is_attached`: somebody else started it.
     """
 
     start_id: str
@@ -84,6 +84,7 @@ class AgentState(Struct, frozen=True, tag="state"):
     last_steps: tuple[RowKey, ...] = ()
     needs_key: bool = False
     is_emptied: bool | None = None
+    is_attached: bool = False
 
 
 class HeardTelemetry(Struct, frozen=True, tag="telemetry"):

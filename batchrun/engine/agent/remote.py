@@ -47,7 +47,7 @@ from batchrun.engine.client import (
     not_json,
 )
 from batchrun.engine.sockets import Hear
-from batchrun.errors import EngineError
+from batchrun.errors import ConfigError, EngineError
 from batchrun.mutual_tls import client_context, derive_token, read_secret
 from batchrun.types import EnginePhase, Outcome, OutcomeKind, Request, RowError
 from batchrun.wire import RowKey
@@ -87,7 +87,9 @@ class AgentClient(EngineClient):
 
     def __init__(self, address: AgentAddress) -> None:
         """Raises ConfigError when url, secret or certificate cannot be used."""
-        secret = read_secret(address.secret_file)
+        self._secret = secret = read_secret(address.secret_file)
+        self._certificate, self._stamp = address.certificate, _stamp_of(address.certificate)
+        self._doubted = self._stamp
         tls = client_context(secret, address.certificate)
         super().__init__(address.url or _NOWHERE, tls=tls)
         self.base_url = self.base_url if address.url else ""
@@ -142,7 +144,8 @@ class AgentClient(EngineClient):
                 self.state = self._own(messages.read_state(body)) if status_code < 400 else None
                 self.trouble = "" if self.state else f"it answered HTTP {status_code}"
             except (EngineError, ValueError) as error:
-                self.state, self.trouble = None, _one_line(error)
+                self.state, self.trouble = None, self._why(error)
+                await self._renew_trust()
             await asyncio.sleep(LOOK_S)
 
     async def execute(
@@ -236,7 +239,7 @@ class AgentClient(EngineClient):
             async with self._open().post(url, timeout=aiohttp.ClientTimeout(CONNECT_S)) as reply:
                 status_code = reply.status
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise EngineError(f"the agent at {self.base_url}: {_one_line(error)}") from error
+            raise EngineError(f"the agent at {self.base_url}: {self._why(error)}") from error
         if status_code >= 400:
             raise EngineError(
                 f"the agent at {self.base_url} cannot restart its engine (HTTP {status_code}): it "
@@ -277,7 +280,8 @@ class AgentClient(EngineClient):
             try:
                 await self._stay_where_it_is()
             except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
-                trouble = _one_line(error)
+                trouble = self._why(error)
+                await self._renew_trust()
             else:
                 trouble = "it closed the connection"
             if self.state is not None:
@@ -296,6 +300,22 @@ class AgentClient(EngineClient):
                 async with asyncio.timeout(pause_s):
                     await self._has_moved.wait()
             pause_s = min(2 * pause_s, LONGEST_RETRY_S)
+
+    async def _renew_trust(self) -> None:
+        """Where the file of `certificate` is another one by now, believe that one alone."""
+        stamp = None
+        try:
+            stamp = await asyncio.to_thread(_stamp_of, self._certificate)
+            if stamp in {self._stamp, None}:
+                return
+            self._tls = client_context(self._secret, self._certificate)
+        except (ConfigError, OSError, RuntimeError) as error:
+            if stamp != self._doubted:
+                log.error("%s; what was believed before still is", error)
+            self._doubted = stamp
+        else:
+            self._stamp = stamp
+            await super().close()
 
     async def _stay_where_it_is(self) -> None:
         """As `_stay_connected`, once there is an address; returns when there is another one."""
@@ -430,6 +450,26 @@ class AgentClient(EngineClient):
     def _explain_absence(self) -> str:
         return f"the agent at {self.base_url} does not answer: {self.trouble or 'it was restarted'}"
 
+    def _why(self, error: BaseException) -> str:
+        """What went wrong, in one line."""
+        line = " ".join(str(error).split()) or type(error).__name__
+        if getattr(error, "status", None) == HTTPStatus.CONFLICT:
+            line = "it has the daemon of another store, or one that has led since"
+        elif isinstance(error, aiohttp.ClientConnectorCertificateError):
+            line = "it does not hold this secret"
+            if self._certificate is not None:
+                says = getattr(error.certificate_error, "verify_message", "is not valid")
+                line = f"its certificate: {says.rstrip('.')}; see `certificate`"
+        elif self._certificate is not None and _is_dropped(error):
+            line += "; it may hold another secret"
+        return line
+
+
+def _is_dropped(error: BaseException) -> bool:
+    """Whether a connection ended that had begun: TLS 1.3 tells a caller late that it is refused."""
+    ends = aiohttp.ServerDisconnectedError, aiohttp.ClientConnectionResetError
+    return isinstance(error, ends) or type(error) is aiohttp.ClientOSError
+
 
 def _row_bytes(row: SentRow) -> int:
     return len(row.body)
@@ -439,9 +479,10 @@ def ignore(_message: bytes) -> None:
     """Nobody listens."""
 
 
-def _one_line(error: BaseException) -> str:
-    if isinstance(error, aiohttp.ClientConnectorCertificateError):
-        return "it does not hold this secret"
-    if isinstance(error, aiohttp.WSServerHandshakeError) and error.status == HTTPStatus.CONFLICT:
-        return "it has the daemon of another store, or one that has led since"
-    return " ".join(str(error).split()) or type(error).__name__
+def _stamp_of(path: Path | None) -> tuple[int, int] | None:
+    """Another one when the file was written or replaced; None where there is none."""
+    with suppress(OSError):
+        if path is not None:
+            status = path.stat()
+            return status.st_mtime_ns, status.st_ino
+    return None

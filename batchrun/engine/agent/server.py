@@ -286,6 +286,7 @@ class Agent:
             last_steps=last_steps,
             needs_key=engine.client.api_key is not None,
             is_emptied=self._is_emptied,
+            is_attached=not isinstance(engine, ManagedEngine),
         )
 
     async def _watch_progress(self) -> None:
@@ -389,9 +390,8 @@ class Agent:
                 self._report_now()
 
     async def _on_state(self, _request: web.Request) -> web.Response:
-        document = msgspec.to_builtins(self._report_now())
-        document |= {"held_rows": self._rows.num_held, "has_daemon": self._link is not None}
-        return web.json_response(document)
+        more = {"held_rows": self._rows.num_held, "has_daemon": self._link is not None}
+        return web.json_response(msgspec.to_builtins(self._report_now()) | more)
 
     async def _on_log(self, request: web.Request) -> web.Response:
         lines = request.query.get("lines", str(DEFAULT_TAIL_LINES))

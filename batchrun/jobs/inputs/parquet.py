@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from batchrun.errors import DataError
+from batchrun.errors import DataError, MixedTypesError
 from batchrun.jobs.inputs.rows import (
     BATCH_BYTES,
     CACHE_BYTES,
@@ -138,7 +138,7 @@ class ParquetInput(InputFile):
             return batch if batch.schema == schema else batch.cast(schema)
         except pa.ArrowException as failure:
             reason = " ".join(str(failure).split())
-            raise DataError(
+            raise MixedTypesError(
                 f"{self.path}: its column types differ from those of the other files: {reason}"
             ) from None
 
@@ -154,7 +154,8 @@ class ParquetInput(InputFile):
                 batch_size=batch_rows, row_groups=[group], columns=list(columns), use_threads=False
             )
             for batch in batches:
-                yield from _plain_parts(batch, max_bytes)
+                # A column u.name is read together with the field of that name of a column u.
+                yield from _plain_parts(batch.select(list(columns)), max_bytes)
 
     def _batch_rows(self, group: int, columns: Sequence[str], max_bytes: int) -> int:
         """Rows per batch so that one decodes to about `max_bytes`."""
@@ -201,7 +202,8 @@ class ParquetInput(InputFile):
         if (group, columns) not in self._cache:
             with _readable(self.path):
                 table = self._file.read_row_group(group, columns=list(columns), use_threads=False)
-            whole = _without_views(table.combine_chunks().to_batches()[0])
+            whole = table.select(list(columns)).combine_chunks().to_batches()[0]
+            whole = _without_views(whole)
             self._cache[group, columns] = whole
         self._cache.move_to_end((group, columns))
         while len(self._cache) > 1 and sum(b.nbytes for b in self._cache.values()) > CACHE_BYTES:

@@ -52,7 +52,9 @@ def check_files(records: Sequence[JobRecord], *, links: Path) -> Iterator[Violat
 
     Reads every byte of those inputs. Where several jobs wrote one output, the last counts.
     """
-    last_of = {record.output_path: record for record in records if _has_output(record)}
+    written = filter(_has_output, records)
+    ended = sorted(written, key=lambda record: record.finished_at or 0.0)
+    last_of = {record.output_path: record for record in ended}
     for record in records:
         if not record.state.is_terminal:
             files = _pinned_files(record)

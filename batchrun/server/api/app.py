@@ -27,7 +27,7 @@ from batchrun.engine.engine import ManagedEngine
 from batchrun.errors import EngineError
 from batchrun.home import CONTROL_PREFIX, GATEWAY_HEADER, Home
 from batchrun.jobs.results.file_bytes import FileBytes
-from batchrun.jobs.spec import Weight
+from batchrun.jobs.spec import MAX_SPEC_CHARS, Weight
 from batchrun.routing.decisions import NUM_KEPT
 from batchrun.server.api.batches import Batches, batches_router
 from batchrun.server.api.errors import Callers, install_error_handlers
@@ -96,7 +96,7 @@ class Submission(_Strict):
 
     id: Annotated[str, Field(pattern=r"^job_[0-9a-z]{10}$")]
     name: str
-    spec: Annotated[str, Field(max_length=4 << 20)]
+    spec: Annotated[str, Field(max_length=MAX_SPEC_CHARS)]
     pin: Annotated[str, Field(max_length=64 << 20)]
     content_hash: str
     num_rows: Annotated[int, Field(gt=0)]
@@ -284,7 +284,7 @@ def _add_restart(control: APIRouter, rolling: Rolling) -> None:
 def _add_fleets(control: APIRouter, daemon: Daemon, fleets: Fleets) -> None:
     @control.post("/fleets")
     async def resize(wanted: FleetWanted) -> JsonObject:
-        fleets.resize(wanted.fleet, wanted.replicas, daemon.slots, wanted.drain_s)
+        await fleets.scale(wanted.fleet, wanted.replicas, daemon.slots, wanted.drain_s)
         return {"fleets": fleets.view()}
 
 

@@ -65,6 +65,23 @@ def limits_in(deployment: Deployment) -> KeyLimits:
     return KeyLimits(**deployment.key_limits.model_dump())
 
 
+_LIMIT_WORDS = {
+    "requests_per_minute": "{:,} requests a minute",
+    "concurrent_calls": "{:,} calls at once",
+    "concurrent_batches": "{:,} batches at once",
+    "enqueued_tokens": "{:,} tokens in batches",
+    "stored_bytes": "{:,} bytes in files",
+    "max_weight": "weight {:g}",
+    "min_deadline_s": "deadline {:g} s",
+}
+
+
+def limit_lines(limits: Mapping[str, float | None]) -> list[str]:
+    """The limits that hold, for people."""
+    given = ((words, limits[name]) for name, words in _LIMIT_WORDS.items())
+    return [words.format(value) for words, value in given if value is not None]
+
+
 @dataclass(frozen=True, slots=True)
 class KeyList:
     """Changes the keys of `store`, and publishes those that count in the file at `path`.

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from batchrun.daemon.daemon import Daemon
+from batchrun.daemon.dispatch import may_serve
 from batchrun.daemon.engine_link import Slot
 from batchrun.daemon.supervisor import Supervisor
 from batchrun.daemon.view import MOST_ENDED, view_engine, view_job, with_deadline
@@ -22,7 +24,7 @@ from batchrun.server.web.gateway_figures import GatewayFigures
 from batchrun.store import jobs, results
 from batchrun.store.database import Store
 from batchrun.store.jobs import Counts, JobRecord, Leader
-from batchrun.types import EnginePhase, JobState
+from batchrun.types import DEFAULT_MODEL, EnginePhase, JobState
 
 HOUR_S = 3600.0
 COUNT_REST = 20.0
@@ -74,7 +76,7 @@ class Status:
             records, num_more = await asyncio.to_thread(
                 jobs.list_shown, self.daemon.store, MOST_ENDED, job
             )
-            self._jobs = {record.id: await self._view(record) for record in records}
+            self._jobs = await self._views(records)
             self._num_more = num_more
             self._counted = {
                 each.seq: self._counted[each.seq] for each in records if each.seq in self._counted
@@ -121,23 +123,21 @@ class Status:
         self._predict()
         try:
             record = await asyncio.to_thread(jobs.get, self.daemon.store, job_id)
-            view = self._jobs[record.id] = await self._view(record)
+            view = (await self._views([record]))[record.id]
+            self._jobs[record.id] = view
         except (StoreLockedError, StoreUnreachableError) as error:
             await self._see_active()
             if job_id not in self._jobs:
                 raise
             view, stalled = self._jobs[job_id], str(error)
-        slots = self.daemon.slots
-        are_gone = all(slot.engine.state is EnginePhase.FAILED for slot in slots)
-        return view | {
-            "stalled": stalled,
-            "engine_failure": slots[0].engine.stage if are_gone else None,
-        }
+        job = next((each for each in self.daemon.active.values() if each.id == view["id"]), None)
+        failure = find_failure(self.daemon.slots, None if job is None else job.model)
+        return view | {"stalled": stalled, "engine_failure": failure}
 
     async def views(self, records: Sequence[JobRecord]) -> list[dict[str, object]]:
         """These jobs as they are now, in their order. Raises StoreError."""
         self._predict()
-        return [await self._view(record) for record in records]
+        return list((await self._views(records)).values())
 
     @property
     def engines(self) -> list[dict[str, object]]:
@@ -155,8 +155,8 @@ class Status:
 
     async def _see_active(self) -> None:
         """Take down how far the jobs in memory are; that does not need the store."""
-        for job in list(self.daemon.active.values()):
-            self._jobs[job.record.id] = await self._view(job.record)
+        views = await self._views([job.record for job in self.daemon.active.values()])
+        self._jobs.update(views)
 
     async def _count(self, record: JobRecord) -> tuple[Counts, int]:
         """Of a job that is not in memory. What takes long with millions of rows is done rarely."""
@@ -169,13 +169,23 @@ class Status:
             known = self._counted[record.seq] = _Counted(record.state, now_s + lasts_s, counts)
         return known.counts
 
-    async def _view(self, record: JobRecord) -> dict[str, object]:
+    async def _views(self, records: Sequence[JobRecord]) -> dict[str, dict[str, object]]:
+        """By job. What engines lack for a model is found out once for all jobs."""
+        find_lack = cache(partial(_find_lack, self.daemon.slots))
+        return {record.id: await self._view(record, find_lack) for record in records}
+
+    async def _view(
+        self, record: JobRecord, find_lack: Callable[[str], str | None]
+    ) -> dict[str, object]:
         active = self.daemon.active.get(record.seq)
         if active is not None:
             counts, num_cut = active.counts, active.num_cut
         else:
             counts, num_cut = await self._count(record)
         stage = self.daemon.stages.get(record.id)
+        told = None if stage is None else stage.describe()
+        if told is None and active is not None:
+            told = find_lack(active.model)
         is_waiting = record.id in self.daemon.dispatcher.waiting
         view = view_job(
             with_deadline(record, self.daemon.timeouts.job),
@@ -185,7 +195,7 @@ class Status:
                 self.daemon.dispatcher.assigner.turns.outlook(record.id),
                 None if is_waiting else self._completions.get(record.id),
             ),
-            stage=None if stage is None else stage.describe(),
+            stage=told,
             now_s=time.monotonic(),
         )
         engine_s, price = self.daemon.spent.spent_s.get(record.id, 0.0), self._price_per_hour
@@ -216,6 +226,34 @@ def view_role(leader: Leader, *, leads: bool) -> JsonObject:
     return {"role": role, "leader": leader.name, "term": leader.term}
 
 
+def find_failure(slots: Sequence[Slot], model: str | None) -> str | None:
+    """Why no engine is left for rows of a model (None: any): all that may have it have failed."""
+    wanted = [slot for slot in slots if not slot.is_off]
+    if model == DEFAULT_MODEL and (awaited := _awaited(slots)) is not None:
+        wanted = [slot for slot in wanted if slot.serves(model)] or [awaited]
+    elif model is not None:
+        wanted = [slot for slot in wanted if may_serve([slot], model)]
+    if not wanted or not all(slot.is_lost for slot in wanted):
+        return None
+    engine = wanted[0].engine
+    return engine.stage if len(slots) == 1 else f"engine {engine.name}: {engine.stage}"
+
+
+def _find_lack(slots: Sequence[Slot], model: str) -> str | None:
+    """What keeps all rows of a running job from going, of what engines lack; None: nothing."""
+    if (failure := find_failure(slots, model)) is not None:
+        return f"running, no engine is left: {failure}"
+    awaited = _awaited(slots) if model == DEFAULT_MODEL else None
+    if awaited is None or any(slot.serves(model) for slot in slots):
+        return None
+    return f"running, waiting for engine {awaited.engine.name} to tell its models"
+
+
+def _awaited(slots: Sequence[Slot]) -> Slot | None:
+    """The engine that is to tell yet which model rows without one get."""
+    return next((slot.default_from for slot in slots), None)
+
+
 def _stage_of(slot: Slot) -> str:
     if reasons := ", ".join(sorted(slot.drained_for)):
         return f"drains for {reasons}"
@@ -229,7 +267,7 @@ def view_engines(slots: Sequence[Slot], figures: GatewayFigures) -> list[dict[st
         {
             "name": slot.engine.name,
             "url": slot.engine.client.base_url,
-            "model": slot.default_model,
+            "model": slot.default_model if slot.default_from is None else None,
             "is_attached": isinstance(slot.engine, AttachedEngine),
             "state": str(slot.engine.state),
             "stage": _stage_of(slot),

@@ -250,7 +250,7 @@ async def _run(
 ) -> int:
     store, place = kept
     server = LocalServer()
-    supervisor = Supervisor(deployment, home, server.for_gateway)
+    supervisor = Supervisor(deployment, home, server.for_gateway, store)
     keys = KeyList(store, home.api_keys, limits_in(deployment))
     daemon = _daemon(deployment, home, kept, supervisor.slots)
     figures = GatewayFigures(_local_url(deployment.listen), server.gateway_key)

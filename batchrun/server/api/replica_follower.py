@@ -237,6 +237,8 @@ class ReplicaFollower:
             await fleet.find_capacity(self._lengths(fleet), now_s)
             self._decide(fleet, now_s)
         self._decided_s = now_s
+        for fleet in self._followed:
+            await self._keep(fleet)
 
     def _forget_old(self, now_s: float) -> None:
         past_s = now_s - self._decided_s
@@ -265,6 +267,20 @@ class ReplicaFollower:
             log.info("fleet %s %s", name, view["says"])
         if is_on and decision.replicas != target:
             self._fleets.resize(name, decision.replicas, self._daemon.slots, DRAIN_S)
+
+    async def _keep(self, fleet: FollowedFleet) -> None:
+        """Calls need replicas also while nothing can be written."""
+        name = fleet.config.name
+        number = self._fleets.target(name)
+        try:
+            if fleet.replicas.follow == "on":
+                await self._fleets.keep(name, number)
+        except StoreError as error:
+            log.error(
+                "fleet %s: whoever leads next would not know that it is to have %d replicas: %s; "
+                "it is written again in a minute",
+                *(name, number, error),
+            )
 
     def _asked(self, fleet: FollowedFleet) -> FleetNeeds:
         """The forecast, and the jobs that the fleet's engines may run. For one that is due before

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from batchrun.config import Deployment
@@ -35,8 +35,8 @@ TOLD_S = 60.0
 """An engine that is there says within so long which models it has."""
 COMING = frozenset({EnginePhase.STARTING, EnginePhase.RESTARTING})
 ALONE = (
-    "not restarted, for each alone has its model: {}; use `batchrun down` and `batchrun up`, or"
-    " restart an agent where it runs"
+    "not restarted, for each alone has a model: {}; have another ready that has it, use `batchrun"
+    " down` and `batchrun up`, or restart an agent where it runs"
 )
 
 
@@ -44,8 +44,8 @@ ALONE = (
 class Rolling:
     """Restarts the engines of a deployment as `reread` finds them described now.
 
-    Stops at the first that does not come back; `failure` says so. What was told of each engine is
-    in `told`, in the order of its happening.
+    Leaves one out that alone has a model, and stops at the first that does not come back; `failure`
+    says so. What was told of each engine is in `told`, in the order of its happening.
     """
 
     daemon: Daemon
@@ -129,7 +129,10 @@ class Rolling:
         try:
             self._tell(slot, "gets no more calls and rows")
             num_left = await empty(slot, drain_s)
-            self._tell(slot, f"restarts{', calls it has are broken off' if num_left else ''}")
+            what = "restarts"
+            if isinstance(slot.engine, AgentEngine) and slot.engine.is_attached:
+                what = "has its agent restarted, and is left as it is"
+            self._tell(slot, f"{what}{', calls it may have are broken off' if num_left else ''}")
             if isinstance(slot.engine, AgentEngine):
                 before = _start_of(slot.engine)
                 if isinstance(settings, ReplicaSpec):
@@ -147,19 +150,19 @@ class Rolling:
         await asyncio.sleep(GATEWAYS_LEARN_S)
 
     async def _may_leave(self, slot: Slot) -> bool:
-        """Whether it serves nothing now, or another can take its calls, once that is there. Raises
-        EngineError when none comes."""
-        name, began_s = slot.engine.name, None
+        """Whether it serves nothing now, or others can take its calls, once those are there."""
+        began_s = None
         while _may_have_calls(slot):
-            others = [each for each in self.daemon.slots if each is not slot and not each.is_off]
+            others = [each for each in self.daemon.slots if each is not slot and not each.is_lost]
             others = [each for each in others if self._share_models(each, slot)]
-            if not others:
-                self._tell(slot, "runs on: no other engine has its model")
-                self._alone.append(name)
-                self.failure = ALONE.format(", ".join(self._alone))
+            lacking = self._find_lacking(slot, others)
+            if lacking or not others:
+                self._leave_alone(slot, "engine has", lacking)
                 return False
             ready = [each for each in others if each.is_usable]
-            if any(each.models is not None for each in ready):
+            told = [each for each in ready if each.models is not None]
+            lacking = self._find_lacking(slot, told)
+            if told and not lacking:
                 return True
             are_coming = any(each.engine.state in COMING and _has_agent(each) for each in others)
             if began_s is None:
@@ -167,9 +170,21 @@ class Rolling:
                 self._tell(slot, "waits for another that may have its model")
             is_late = time.monotonic() - began_s > TOLD_S
             if not are_coming and (is_late or not ready):
-                raise EngineError(f"engine {name} runs on: no other is ready to take its calls")
+                self._leave_alone(slot, "that is ready is known to have", lacking)
+                return False
             await asyncio.sleep(LOOK_S)
         return True
+
+    def _leave_alone(self, slot: Slot, others: str, lacking: Sequence[str]) -> None:
+        which = ", ".join(lacking) or "its model"
+        self._tell(slot, f"runs on: no other {others} {which}")
+        self._alone.append(slot.engine.name)
+        self.failure = ALONE.format(", ".join(self._alone))
+
+    def _find_lacking(self, slot: Slot, others: Sequence[Slot]) -> list[str]:
+        """Models of an engine that none of the others may have."""
+        theirs = [self._models_of(each) for each in others]
+        return sorted(self._models_of(slot).difference(*theirs)) if all(theirs) else []
 
     def _share_models(self, one: Slot, other: Slot) -> bool:
         """Whether one may take calls of the other: they have a model in common, or had one before

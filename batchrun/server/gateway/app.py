@@ -64,7 +64,7 @@ from batchrun.server.gateway.envelope import (
     choose_request_id,
     forwarded_headers,
 )
-from batchrun.server.gateway.forward import ForwardedCall, Forwarder, JsonObject, relay
+from batchrun.server.gateway.forward import COUNTED_AS, ForwardedCall, Forwarder, JsonObject, relay
 from batchrun.server.gateway.replies import ReplyUsage, read_models
 from batchrun.server.gateway.tally import EJECTED, Ejected, SeenReply, Tally, TallyPage
 from batchrun.server.gateway.upstreams import REFUSE, SloClasses, Upstreams, find_daemon
@@ -188,7 +188,7 @@ class Gateway:
         status = HUNG_UP
         try:
             response = await self._handle(request)
-            status = response.status
+            status = response.get(COUNTED_AS, response.status)
             return response
         except ConnectionError:
             raise
@@ -196,7 +196,9 @@ class Gateway:
             status = HTTPStatus.INTERNAL_SERVER_ERROR
             raise
         finally:
-            self._tally.count_call(self._route_name(request.rel_url.raw_path), status)
+            path = request.rel_url.raw_path
+            if path not in FOR_DAEMON or status != HTTPStatus.OK:
+                self._tally.count_call(self._route_name(path), status)
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         request_id = choose_request_id(request.headers)

@@ -316,9 +316,10 @@ class Balancer:
 
     @contextmanager
     def sending(self, upstream: Upstream, routed: RoutedCall) -> Iterator[None]:
-        """The call is on its way while the block runs; the engine may have left the list."""
+        """The call is on its way while the block runs; the engine may have left the list, and what
+        has no body is no work for it."""
         engine, usage = self._engines.get(upstream), routed.usage
-        if engine is None or engine.column is None:
+        if engine is None or engine.column is None or not routed.has_body:
             yield
             return
         now_s, timer, wait_s = usage.now_s(), None, 0.0
@@ -343,8 +344,7 @@ class Balancer:
                 timer.cancel()
             if late is not None:
                 late.left(sent)
-            if routed.has_body:
-                self._shared.ejections.left(engine.column, num_ejected, usage.now_s())
+            self._shared.ejections.left(engine.column, num_ejected, usage.now_s())
             self._ended(sent, routed, number)
 
     def _began(self, upstream: Upstream, sent: Sent, late: LateCalls | None, now_s: float) -> None:

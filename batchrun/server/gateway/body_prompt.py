@@ -37,6 +37,8 @@ MAX_HALVED_BYTES = 128 << 10
 """A longer body is not looked through for them: that takes up to 50 ns a byte."""
 _SEVERAL = re.compile(rb'\[\s*(?:"(?:[^"\\]++|\\.)*+"|\[[^\]]*+\])\s*,', re.DOTALL)
 """Prompts, as texts or as lists of tokens."""
+_TOOLS = re.compile(rb"\[\s*\{")
+"""Parsers of engines may hold back a call of a tool until it is whole."""
 NO_KEYS: KeyArray = np.empty(0, np.uint64)
 
 Part = Raw | UnsetType
@@ -68,7 +70,8 @@ class PromptText(NamedTuple):
     text before it, whether the reply is to come as a stream, the model that is asked for, whether
     there are images or sounds in it, and whether the reply tells of the cache: engines compute a
     prompt anew whose own tokens are asked for, and of media nobody knows the tokens. The reply has
-    `num_choices` (0: nobody knows), more tokens than events where it `is_sparse`."""
+    `num_choices` (0: nobody knows), more tokens than events where it `is_sparse`, and `may_pause`
+    between them for as long as an answer takes."""
 
     num_bytes: int = 0
     keys: KeyArray = NO_KEYS
@@ -78,16 +81,21 @@ class PromptText(NamedTuple):
     tells_of_cache: bool = True
     num_choices: int = 0
     is_sparse: bool = False
+    may_pause: bool = False
+
+
+UNREAD = PromptText(may_pause=True)
 
 
 def read_prompt(body: bytes, *, needs_model: bool = False) -> PromptText:
-    """What there is of it in a body; nothing in what is none. Where strict readers fail, all is
-    read for the model alone, if that `needs_model`: engines read with Python's reader."""
+    """What there is of it in a body; nothing in what is none, but that its reply may pause. Where
+    strict readers fail, all is read for the model, if that `needs_model`: engines read with
+    Python's reader."""
     try:
         found = _decode(body)
         model = _name(found.model)
     except (ValueError, RecursionError):
-        return _read_odd(body) if body and needs_model else PromptText()
+        return _read_odd(body) if body and needs_model else UNREAD
     parts = (found.tools, found.instructions, found.messages, found.prompt, found.input)
     views = [memoryview(part) for part in parts if isinstance(part, Raw)]
     has_media = _MEDIA_BEGINS in body and _MEDIA.search(body) is not None
@@ -101,6 +109,8 @@ def read_prompt(body: bytes, *, needs_model: bool = False) -> PromptText:
         key = xxhash.xxh3_64_intdigest(text[start : start + PIECE_BYTES], key)
         keys.append(key)
     is_stream = found.stream is True
+    is_sparse = _is_sparse(found.stream_interval, found.include_reasoning)
+    has_tools = isinstance(found.tools, Raw) and _TOOLS.match(found.tools) is not None
     tells_of_cache = not (has_media or found.echo or found.prompt_logprobs is not None)
     return PromptText(
         num_bytes,
@@ -110,8 +120,13 @@ def read_prompt(body: bytes, *, needs_model: bool = False) -> PromptText:
         has_media,
         tells_of_cache,
         _num_choices(found),
-        found.stream_interval not in (None, 1) or found.include_reasoning is not True,
+        is_sparse,
+        is_sparse or has_tools,
     )
+
+
+def _is_sparse(stream_interval: object, include_reasoning: object) -> bool:
+    return stream_interval not in (None, 1) or include_reasoning is not True
 
 
 def _num_choices(found: _Body) -> int:
@@ -123,17 +138,25 @@ def _num_choices(found: _Body) -> int:
 
 
 def _read_odd(body: bytes) -> PromptText:
-    """Model and stream of what has NaN in it, half an emoji, or other bytes than UTF-8's; nothing
-    of what takes long to read."""
+    """Model and kind of stream of what has NaN in it, half an emoji, or other bytes than UTF-8's;
+    nothing of what takes long to read."""
     try:
         found = None if is_too_much(body) else json.loads(body)
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
-        return PromptText()
+        return UNREAD
     model = found.get("model")
     name = model if isinstance(model, str) else None
-    return PromptText(is_stream=found.get("stream") is True, model=name)
+    is_sparse = _is_sparse(found.get("stream_interval"), found.get("include_reasoning", True))
+    tools = found.get("tools")
+    has_tools = isinstance(tools, list) and isinstance(next(iter(tools), None), dict)
+    return PromptText(
+        is_stream=found.get("stream") is True,
+        model=name,
+        is_sparse=is_sparse,
+        may_pause=is_sparse or has_tools,
+    )
 
 
 def _decode(body: bytes) -> _Body:

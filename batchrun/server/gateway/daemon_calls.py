@@ -21,13 +21,13 @@ from batchrun.server.gateway.admission import ABOUT_CALLER
 from batchrun.server.gateway.bodies import BodyStream
 from batchrun.server.gateway.envelope import forwarded_headers
 from batchrun.server.gateway.forward import Exchange, relay
-from batchrun.server.gateway.replies import ReplyUsage, Waits
+from batchrun.server.gateway.replies import DAEMON, ReplyUsage, Waits
 from batchrun.server.gateway.upstreams import DaemonAt, find_daemon
 
 log = logging.getLogger(__name__)
 
 DAEMON_ROUTES = ("/v1/files", "/v1/batches")
-UPLOAD = ("POST", "/v1/files")
+UPLOADS = frozenset({("POST", "/v1/files"), ("POST", "/dashboard/uploads")})
 DAEMON_HEAD_S = 30.0
 """A daemon that has a whole request and does not begin its answer in so long is away."""
 PASSED_ON_HEADER = "X-Batchrun-Passed-On"
@@ -71,7 +71,7 @@ class DaemonCalls:
         goes_on = _goes_on(request, daemon)
         base_url = daemon.leader_gateway if goes_on and daemon.leader_gateway else daemon.url
         body = BodyStream(request, idle_s=self._body_idle_s)
-        is_upload = (request.method, request.rel_url.raw_path) == UPLOAD
+        is_upload = (request.method, request.rel_url.raw_path) in UPLOADS
         try:
             first_s = self._body_idle_s if request.body_exists else 0.0
             async with (
@@ -96,10 +96,10 @@ class DaemonCalls:
             log.warning("call %s: no answer from the daemon: %s", request_id, error)
             raise DaemonUnavailableError(AWAY) from error
         between_s = max(self._head_s, DAEMON_HEAD_S)
-        waits = Waits(asyncio.get_running_loop().time() + between_s, between_s)
+        waits = Waits(asyncio.get_running_loop().time() + between_s, between_s, DAEMON)
         async with reply:
             exchange = Exchange(reply, None, ReplyUsage(), "", waits)
-            return await relay(request, exchange, request_id=request_id, passes_pages=True)
+            return await relay(request, exchange, request_id=request_id)
 
     async def _sent(
         self, body: BodyStream, limit: asyncio.Timeout, *, is_upload: bool

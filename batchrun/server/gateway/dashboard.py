@@ -243,7 +243,8 @@ def _check_origin(request: web.BaseRequest) -> None:
     site = request.headers.get("Sec-Fetch-Site", "same-origin")
     is_ours = origin is None or _parts(origin).netloc == request.headers.get("Host", "")
     if not is_ours or site not in {"same-origin", "none"}:
-        raise RefusalError(403, "this came from another site's page")
+        message = "this came from another site's page; a proxy in front must keep `Host`"
+        raise RefusalError(403, message)
 
 
 def _ask_for_key(request: web.BaseRequest) -> web.Response:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import io
+import json
 import logging
 import math
 import time
+import zlib
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
+from http import HTTPStatus
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -34,13 +38,14 @@ from batchrun.server.gateway.envelope import (
     too_late,
 )
 from batchrun.server.gateway.replies import (
+    DAEMON,
+    ENGINE,
     SILENT,
     ReplyUsage,
     Rewriting,
     Waits,
     end_all,
     feed_all,
-    is_comment,
     is_stream,
     next_piece,
     read_models,
@@ -51,7 +56,7 @@ log = logging.getLogger(__name__)
 
 HEALTH_S, YOUNG_S = 2.0, 2.0
 LIST_S = 10.0
-"""An engine has so long to list its models."""
+"""An engine has so long to list its models, and to end an error."""
 
 JsonObject = dict[str, Any]
 
@@ -146,10 +151,10 @@ class Forwarder:
                 reply = await self._send(upstream, call, routed, due_s=waits.due_s)
                 if reply is None:
                     continue
-                if not routed.has_body or reply.status >= 300:
-                    # What a server lists or refuses shows nothing of its core.
+                if reply.status >= 300:
+                    # What a server refuses shows nothing of its core.
                     routed.usage.on_begin = lambda now_s: None
-                elif not is_stream(reply):
+                elif routed.has_body and not is_stream(reply):
                     self.balancer.answered(upstream)
                 if reply.status < 500 and not reply.ok:
                     routed.awaited = ""
@@ -180,11 +185,12 @@ class Forwarder:
     def _waits(self, routed: RoutedCall) -> Waits:
         text = routed.text
         first_s, between_s = self.timeouts.of(
-            is_stream=text.is_stream, is_sparse=text.is_sparse, is_offline=routed.is_offline
+            is_stream=text.is_stream, may_pause=text.may_pause, is_offline=routed.is_offline
         )
         if not routed.has_body:
             first_s = between_s = LIST_S
-        return Waits(asyncio.get_running_loop().time() + first_s, between_s)
+        due_s = asyncio.get_running_loop().time() + first_s
+        return Waits(due_s, between_s, may_pause=text.may_pause)
 
     async def _send(
         self, upstream: Upstream, call: ForwardedCall, routed: RoutedCall, *, due_s: float
@@ -254,7 +260,7 @@ class Forwarder:
                 raise EngineLostError(NO_ANSWER) from error
             self.balancer.failed(upstream, now_s=time.monotonic(), found=found)
             log.warning("engine %s: a call got no answer in time", upstream.name)
-            raise EngineSilentError(SILENT) from error
+            raise EngineSilentError(SILENT.format(ENGINE)) from error
         except (aiohttp.ClientError, OSError) as error:
             log.warning("engine %s gave no answer: %s", upstream.name, error)
             raise EngineLostError(NO_ANSWER) from error
@@ -294,8 +300,9 @@ class Forwarder:
         None goes to one of several that was not asked for its models yet, nor to one that hangs or
         is ejected.
         """
-        told = [each for each in self.balancer.upstreams if each.models is not None]
-        asked = [each for each in told if self.balancer.takes_calls(each, time.monotonic())]
+        upstreams, now_s = self.balancer.upstreams, time.monotonic()
+        told = [each for each in upstreams if len(upstreams) == 1 or each.models is not None]
+        asked = [each for each in told if self.balancer.takes_calls(each, now_s)]
         return any(await asyncio.gather(*map(self._health, asked)))
 
     async def _health(self, upstream: Upstream) -> bool | None:
@@ -311,14 +318,16 @@ class Forwarder:
             return False
 
 
+COUNTED_AS = web.ResponseKey("counted_as", int)
+"""The status that a reply counts as which did not end as it began."""
 MAX_ERROR_BYTES = 2**20
 
 
 async def relay(
-    request: web.BaseRequest, exchange: Exchange, *, request_id: str, passes_pages: bool = False
+    request: web.BaseRequest, exchange: Exchange, *, request_id: str
 ) -> web.StreamResponse:
-    """Answer `request` with the reply; status and end-to-end headers are the engine's. An error
-    gets an envelope, but for an HTML page with `passes_pages`.
+    """Answer `request` with the reply; status and end-to-end headers are its own. An error gets an
+    envelope, but for an HTML page of the daemon's, and what is coded so that it cannot be read.
 
     A reply that breaks off is broken off for the caller too, never ended as if it were whole; a
     stream whose next piece does not come ends with an event that says so. Raises EngineError if it
@@ -329,12 +338,10 @@ async def relay(
     headers.setdefault(REQUEST_ID, request_id)
     headers.update(request[ABOUT_CALLER].reply_headers)
     filters = [] if rewriting is None else rewriting.filters_for(reply)
-    is_page = passes_pages and reply.content_type == "text/html"
-    if _is_plain_error(reply) and not is_page:
-        body = as_envelope(reply.status, await _read_error(reply, waits))
+    is_page = waits.sender == DAEMON and reply.content_type == "text/html"
+    if reply.status >= 400 and not is_page and not is_stream(reply):
+        body = _in_envelope(reply, await _read_error(reply, waits), headers)
         body = feed_all(filters, body) + end_all(filters)
-        headers["Content-Type"] = "application/json"
-        headers.popall("Content-Length", None)
         return web.Response(status=reply.status, reason=reply.reason, headers=headers, body=body)
     if filters:
         headers.popall("Content-Length", None)
@@ -342,18 +349,20 @@ async def relay(
     await response.prepare(request)
     try:
         due_s = waits.to_first(reply)
-        while chunk := await next_piece(reply, usage, due_s):
+        while chunk := await next_piece(reply, usage, due_s, waits.sender):
             usage.feed(chunk)
             await response.write(feed_all(filters, chunk) if filters else chunk)
-            if usage.has_begun and not is_comment(chunk):
+            if waits.is_alive_by(chunk, usage):
                 due_s = waits.to_next()
         await response.write_eof(end_all(filters))
     except EngineSilentError as error:
+        response[COUNTED_AS] = error.http_status
         await _end_silent(request, response, reply, error)
     except (aiohttp.ClientError, OSError) as error:
         caller = request.transport
         if caller is not None and not caller.is_closing():
-            log.warning("call %s broke off at the engine: %s", request_id, error)
+            log.warning("call %s broke off at %s: %s", request_id, waits.sender, error)
+            response[COUNTED_AS] = HTTPStatus.BAD_GATEWAY
             caller.abort()
     return response
 
@@ -375,16 +384,64 @@ async def _end_silent(
 
 
 async def _read_error(reply: aiohttp.ClientResponse, waits: Waits) -> bytes:
-    """Nothing of an error of more than `MAX_ERROR_BYTES`, which tells nobody anything."""
-    if (reply.content_length or 0) > MAX_ERROR_BYTES:
-        return b""
+    """Nothing of an error of more than `MAX_ERROR_BYTES`, which tells nobody anything, and of a
+    refusal that did not end, unless its JSON is whole. Raises EngineError for a failure that did
+    not: its server may be dying."""
+    body = b""
     try:
-        async with asyncio.timeout(waits.between_s):
-            return await reply.read()
+        async with asyncio.timeout(min(LIST_S, waits.between_s)):
+            while len(body) <= MAX_ERROR_BYTES and (piece := await reply.content.readany()):
+                body += piece
     except (aiohttp.ClientError, OSError) as error:
-        raise EngineError("the engine closed the connection within its answer") from error
+        if reply.status >= 500:
+            raise EngineError(f"{waits.sender} closed the connection within its answer") from error
+        body = body if _is_json(body) else b""
+    return body if len(body) <= MAX_ERROR_BYTES else b""
 
 
-def _is_plain_error(reply: aiohttp.ClientResponse) -> bool:
-    is_plain = "Content-Encoding" not in reply.headers
-    return reply.status >= 400 and is_plain and reply.content_length is not None
+def _is_json(text: bytes) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _in_envelope(reply: aiohttp.ClientResponse, body: bytes, headers: CIMultiDict[str]) -> bytes:
+    """The error's body, with `headers` that fit it."""
+    headers.popall("Content-Length", None)
+    try:
+        coding = reply.headers.get("Content-Encoding", "identity")
+        text = _decoded(body, coding.lower())
+    except ValueError:
+        return body
+    headers["Content-Type"] = "application/json"
+    headers.popall("Content-Encoding", None)
+    return as_envelope(reply.status, text)
+
+
+def _decoded(body: bytes, coding: str) -> bytes:
+    """Nothing of what is too long. Raises ValueError for what cannot be read."""
+    if not body or coding == "identity":
+        return body
+    try:
+        if coding in {"gzip", "x-gzip"}:
+            with gzip.GzipFile(fileobj=io.BytesIO(body)) as file:
+                text = file.read(MAX_ERROR_BYTES + 1)
+        elif coding == "deflate":
+            text = _inflated(body)
+        else:
+            raise ValueError(f"coded as {coding}")
+    except (OSError, EOFError, zlib.error) as error:
+        raise ValueError(f"not {coding}") from error
+    return text if len(text) <= MAX_ERROR_BYTES else b""
+
+
+def _inflated(body: bytes) -> bytes:
+    """Servers send it with zlib's header, as the standard says, or without one."""
+    has_header = body[0] & 0x0F == zlib.DEFLATED
+    decoder = zlib.decompressobj(zlib.MAX_WBITS if has_header else -zlib.MAX_WBITS)
+    text = decoder.decompress(body, MAX_ERROR_BYTES + 1)
+    if not decoder.eof and len(text) <= MAX_ERROR_BYTES:
+        raise EOFError
+    return text

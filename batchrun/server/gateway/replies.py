@@ -119,6 +119,8 @@ _CACHED = re.compile(rb'"cached_tokens":\s*(\d{1,15})')
 _OUTPUT = re.compile(rb'"(?:completion|output)_tokens":\s*(\d{1,15})')
 _OPENINGS = (b"event: response.created\n", b"event: response.in_progress\n", b":")
 """What an engine sends before it computes anything: events, and comments."""
+_TOOL_CALL = re.compile(rb'"tool_calls":\s*\[\s*\{|"type":\s*"function_call"')
+"""What an engine's parser may have held back until it was whole."""
 _COMMENTS = re.compile(rb"(?::[^\n]*+\n[\r\n]*+)+")
 
 
@@ -128,7 +130,8 @@ class ReplyUsage:
     `cached_tokens` is None where nothing was said. `on_begin` is called once, with the instant of
     the first piece; `began_s` and `ended_s` are those of the first and the last but comments, and
     `num_events` counts the events of a stream. `is_silent` is for who waited for the next piece in
-    vain. The reply has `num_choices` (0: unknown), more tokens than events where it `is_sparse`.
+    vain. The reply has `num_choices` (0: unknown), more tokens than events where it `is_sparse` or
+    calls a tool.
     """
 
     def __init__(self, num_choices: int = 1, *, is_sparse: bool = False) -> None:
@@ -170,6 +173,8 @@ class ReplyUsage:
             self.on_begin(self.ended_s)
         self.num_events += chunk.count(_DATA)
         text = self._tail + chunk
+        if b"_call" in text and _TOOL_CALL.search(text):
+            self._is_sparse = True
         if b'_tokens"' in text:
             self.prompt_tokens = _last(_PROMPT, text, self.prompt_tokens)
             self.output_tokens = _last(_OUTPUT, text, self.output_tokens)
@@ -195,15 +200,19 @@ def is_comment(piece: bytes) -> bool:
     return _COMMENTS.fullmatch(piece) is not None
 
 
-SILENT = "the engine took the call and did not answer in time"
+ENGINE, DAEMON = "the engine", "the daemon"
+"""Who sends a reply, in messages."""
+SILENT = "{} took the call and did not answer in time"
 
 
 class Waits(NamedTuple):
-    """When the first piece of a reply is due, on the loop's clock, and how long each next one may
-    take, in seconds."""
+    """When the first piece of a reply of `sender` is due, on the loop's clock, and how long each
+    next one may take, in seconds. One that `may_pause` does so from its opening on."""
 
     due_s: float
     between_s: float
+    sender: str = ENGINE
+    may_pause: bool = False
 
     def to_first(self, reply: aiohttp.ClientResponse) -> float:
         """When the first piece of the reply is due. What is no stream begins when it is whole."""
@@ -213,15 +222,23 @@ class Waits(NamedTuple):
         """When the next piece is due, if one came now."""
         return asyncio.get_running_loop().time() + self.between_s
 
+    def is_alive_by(self, piece: bytes, usage: ReplyUsage) -> bool:
+        """Whether the piece shows that the reply goes on: a comment does not of an engine's, whose
+        server sends them without its core."""
+        is_on = usage.has_begun or self.may_pause
+        return is_on and (self.sender == DAEMON or not is_comment(piece))
+
 
 def is_stream(reply: aiohttp.ClientResponse) -> bool:
     """Whether its tokens come as they are made."""
     return reply.content_type == "text/event-stream"
 
 
-async def next_piece(reply: aiohttp.ClientResponse, usage: ReplyUsage, due_s: float) -> bytes:
-    """What comes of the reply, nothing at its end. Raises EngineSilentError at `due_s`, on the
-    loop's clock; `usage` knows it then."""
+async def next_piece(
+    reply: aiohttp.ClientResponse, usage: ReplyUsage, due_s: float, sender: str
+) -> bytes:
+    """What comes of the sender's reply, nothing at its end. Raises EngineSilentError at `due_s`, on
+    the loop's clock; `usage` knows it then."""
     try:
         async with asyncio.timeout_at(due_s) as limit:
             return await reply.content.readany()
@@ -229,8 +246,9 @@ async def next_piece(reply: aiohttp.ClientResponse, usage: ReplyUsage, due_s: fl
         if not limit.expired():
             raise
         usage.is_silent = True
-        stopped = "the engine stopped in the middle of its answer"
-        raise EngineSilentError(stopped if usage.has_begun else SILENT) from error
+        stopped = "{} stopped in the middle of its answer"
+        said = stopped if usage.has_begun else SILENT
+        raise EngineSilentError(said.format(sender)) from error
 
 
 MAX_LIST_BYTES = 4 * 2**20

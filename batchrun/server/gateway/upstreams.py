@@ -201,7 +201,7 @@ class DaemonAt:
 @dataclass(frozen=True, slots=True)
 class CallTimeouts:
     """How long nothing may come of a reply: of a stream until its first token, of any reply after
-    its first piece, of what is no stream, or comes in few pieces, until its answer, of a call that
+    its first piece, of what is no stream, or may pause, until its answer, of a call that
     may wait (flex)."""
 
     first_token_s: float = 300.0
@@ -209,11 +209,11 @@ class CallTimeouts:
     answer_s: float = 3_600.0
     row_s: float = 86_400.0
 
-    def of(self, *, is_stream: bool, is_sparse: bool, is_offline: bool) -> tuple[float, float]:
+    def of(self, *, is_stream: bool, may_pause: bool, is_offline: bool) -> tuple[float, float]:
         """Seconds until the first piece, and from each piece to the next."""
         if is_offline:
             return self.row_s, self.row_s
-        between_s = self.answer_s if is_sparse else self.between_tokens_s
+        between_s = self.answer_s if may_pause else self.between_tokens_s
         return (self.first_token_s if is_stream else self.answer_s), between_s
 
 

@@ -111,9 +111,9 @@ class Pages:
 
     async def page(self, view: str, caller: Caller, job_id: str | None = None) -> HTMLResponse:
         """A whole page."""
-        _check_view(view, caller)
+        _check_view(view, caller, job_id)
         status = 200
-        if view == JOB and job_id is not None:
+        if job_id is not None:
             try:
                 await self._sight.find(caller, job_id)
             except UnknownJobError:
@@ -137,7 +137,7 @@ class Pages:
     ) -> StreamingResponse:
         """The parts of a page as they change, as server-sent events. `check` raises HTTPException
         or ApiError once the caller may see them no more; what it raises ends the stream."""
-        _check_view(view, caller)
+        _check_view(view, caller, job_id)
         self._check_streams(caller)
         events = self._events(view, caller, job_id, check)
         return StreamingResponse(events, media_type="text/event-stream")
@@ -218,8 +218,8 @@ def _said_to(caller: Caller, error: BatchrunError) -> str:
     return str(error) if caller.is_admin else for_strangers(error)
 
 
-def _check_view(view: str, caller: Caller) -> None:
-    if view != JOB and view not in VIEWS:
+def _check_view(view: str, caller: Caller, job_id: str | None) -> None:
+    if view not in VIEWS and (view != JOB or job_id is None):
         raise HTTPException(404, f"no such view: {view}")
     if view != JOB and not VIEWS[view].is_for_all:
         _check_admin(caller)
@@ -254,7 +254,7 @@ def _add_views(router: APIRouter, pages: Pages, callers: Callers) -> None:
     async def events(request: Request, view: str, job: str | None = None) -> Response:
         async def check() -> None:
             await callers.check(request)
-            _check_view(view, caller_of(request))
+            _check_view(view, caller_of(request), job)
 
         return pages.stream(view, caller_of(request), job, check)
 
@@ -264,8 +264,6 @@ def _add_views(router: APIRouter, pages: Pages, callers: Callers) -> None:
 
     @router.get("/{view}")
     async def view(request: Request, view: str) -> Response:
-        if view == JOB:
-            raise HTTPException(404, "no such view: job")
         return await pages.page(view, caller_of(request))
 
 

@@ -27,11 +27,12 @@ from batchrun.jobs.results.batch_files import NO_ANSWER
 from batchrun.pool.prefix_keys import CHUNK_BYTES
 from batchrun.routing.routers import ROUTERS
 from batchrun.server.api.errors import Caller
-from batchrun.server.api.key_list import asks_for_none, online_usage
+from batchrun.server.api.key_list import asks_for_none, limit_lines, online_usage
 from batchrun.server.api.picture import Status
 from batchrun.server.web.gateway_figures import GatewayFigures
 from batchrun.server.web.history import History, Sample
 from batchrun.store import api_keys, batches, jobs, results
+from batchrun.store.api_keys import limits_of
 from batchrun.store.jobs import JobRecord
 from batchrun.types import EnginePhase, JobState
 
@@ -323,7 +324,7 @@ class Sight:
                 "name": key.name,
                 "role": key.role,
                 "slo_class": key.slo_class,
-                "limits": asdict(key.limits),
+                "limits": limit_lines(asdict(limits_of(key, self.daemon.key_limits))),
                 "is_revoked": key.revoked_at is not None,
                 "batches": used.get(key.id, nothing),
                 "online": online[key.seq],

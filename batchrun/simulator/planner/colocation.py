@@ -14,8 +14,9 @@ from statistics import median
 
 import numpy as np
 
-from batchrun.config import Deployment
-from batchrun.daemon.plugin import existing_profile, online_slo
+from batchrun.config import STOCK_POLICY, Deployment, SloConfig
+from batchrun.daemon.plugin import OTHER_SETTINGS, existing_profile, online_slo
+from batchrun.engine_config import EngineConfig
 from batchrun.errors import InputError
 from batchrun.home import Home
 from batchrun.jobs.expected_answers import OutputEstimate
@@ -300,17 +301,23 @@ WINDOW_S = 60.0
 LEAST_WINDOW_S = 20.0
 NUM_STARTS = 48
 """Times of the trace, evenly spread, at which the job is taken to be submitted."""
+NOT_COUNTED = ("late_calls", "slo_classes", "window")
+"""Keys of batchrun.yaml that a simulation leaves out."""
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedFleet:
-    """Engines of the deployment as they are simulated, and the calls beside a job, if any."""
+    """Engines of the deployment as they are simulated, and the calls beside a job, if any.
+
+    `not_counted` are the keys of the deployment that are left out.
+    """
 
     kind: EngineKind
     num_engines: int
     slo: SloTarget
     trace: Trace | None
     trace_name: str
+    not_counted: Sequence[str] = ()
 
     @property
     def price(self) -> Price:
@@ -364,6 +371,8 @@ class SimulatedFleet:
                 f"{pace.tokens_per_s:,.0f} computed tokens/s, simulated beside the "
                 f"{duration(trace.duration_s)} of {self.trace_name} on {engines}, with no other job"
             )
+        if self.not_counted:
+            rests_on += f"; not counted: {', '.join(self.not_counted)}"
         return Eta(median(takes_s), min(takes_s), max(takes_s), "simulation", rests_on)
 
 
@@ -390,6 +399,25 @@ def simulation_of(
     calls = None if trace is None else read_trace(trace)
     if calls is not None and not calls.duration_s:
         raise InputError(f"--trace {trace}: has no calls")
-    kind = kind.with_context(CONTEXT_TOKENS)
+    kind = _as_deployed(kind.with_context(CONTEXT_TOKENS), deployment, engines[0], online)
     num_engines = sum(1 if each.ray is None else each.ray.replicas.min for each in engines)
-    return SimulatedFleet(kind, num_engines, slo, calls, "" if trace is None else trace.name)
+    not_counted = [key for key in NOT_COUNTED if key in deployment.model_fields_set]
+    if profile is not None and any(each.vllm_args for each in engines):
+        not_counted.append("vllm_args")
+    name = "" if trace is None else trace.name
+    return SimulatedFleet(kind, num_engines, slo, calls, name, not_counted)
+
+
+def _as_deployed(
+    kind: EngineKind, deployment: Deployment, config: EngineConfig, slo: SloConfig
+) -> EngineKind:
+    """With the router and the scheduler that an engine of the deployment has."""
+    runs_scheduler = deployment.runs_scheduler and (
+        config.may_be_calibrated or config.agent is not None
+    )
+    settings = deployment.model_dump(include=OTHER_SETTINGS, exclude_unset=True)
+    return kind.with_router(deployment.router).with_scheduler(
+        deployment.policy if runs_scheduler else STOCK_POLICY,
+        settings | {"slo": slo.model_dump(exclude_none=True)},
+        "priority" if runs_scheduler or config.uses_priority else "fcfs",
+    )

@@ -6,18 +6,20 @@ An engine that nobody measured yet is a roofline, with constants from data sheet
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
 from batchrun.errors import ConfigError, InputError
+from batchrun.files import absolute
 from batchrun.routing.routers import DEFAULT_ROUTER
 from batchrun.simulator.cluster import EnginePlan
 from batchrun.simulator.scenario_file import EnginesSpec, SloSpec, engine_of
 from batchrun.simulator.virtual.setup import A100Law
-from batchrun.strict import read_document, validate_document
+from batchrun.strict import Strict, read_document, validate_document
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +39,14 @@ class SloTarget:
 Positive = Annotated[float, Field(gt=0)]
 
 
-class RooflineFile(BaseModel):
+class RooflineFile(Strict):
     """What `A100Law` and the KV cache need to know of another GPU and another model.
 
     `flop_per_token` is about twice the parameters; `flop_per_token_pair` is 4 * hidden size *
     layers. `flop_per_s` and `bytes_per_s` are what the GPU reaches, not what its sheet promises.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(allow_inf_nan=False)
 
     flop_per_s: Positive
     bytes_per_s: Positive
@@ -85,6 +87,15 @@ class EngineKind:
         """The same kind, started with vLLM's `--max-model-len`."""
         shape = replace(self.engine.shape, max_model_len=max_model_len)
         return replace(self, engine=replace(self.engine, shape=shape))
+
+    def with_scheduler(
+        self, policy: str, settings: Mapping[str, object], order: Literal["fcfs", "priority"]
+    ) -> EngineKind:
+        """The same kind with another policy and settings of the scheduler, and vLLM's order."""
+        shape = replace(self.engine.shape, policy=order)
+        settings = {**self.engine.settings, **settings}
+        engine = replace(self.engine, shape=shape, policy=policy, settings=settings)
+        return replace(self, engine=engine)
 
     def with_router(self, name: str) -> EngineKind:
         """The same kind behind another router."""
@@ -132,7 +143,7 @@ def check_kinds(kinds: list[EngineKind]) -> None:
 def _engine(steps: str, slo: SloTarget, base: Path) -> EnginePlan:
     """Raises ConfigError and DataError, one line."""
     spec = SloSpec(ttft=slo.ttft_s, tpot=slo.tpot_s)
-    path = base / Path(steps).expanduser()
+    path = Path(absolute(base, steps))
     if path.suffix not in {".yaml", ".yml"}:
         return engine_of(EnginesSpec(steps=steps), spec, base)
     constants = validate_document(read_document(path, ConfigError), RooflineFile, ConfigError)

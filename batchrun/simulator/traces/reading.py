@@ -31,6 +31,8 @@ from batchrun.simulator.traces.trace import PrefixBlocks, Trace
 
 GZIP_MAGIC = b"\x1f\x8b"
 TAR_MAGIC = slice(257, 262)
+MAX_TOKENS = 2**31
+"""Of a prompt or an answer."""
 
 
 @contextmanager
@@ -55,16 +57,26 @@ class Column:
 
     @classmethod
     def number(
-        cls, name: str, *, above: float | None = None, default: float | None = None
+        cls,
+        name: str,
+        *,
+        above: float | None = None,
+        most: float | None = None,
+        default: float | None = None,
     ) -> Column:
-        """A finite number, 0 or more, or more than `above`; `default` where the text is empty."""
+        """A finite number, 0 or more, or more than `above`, at most `most`; `default` where the
+        text is empty."""
         text = pl.col(name).str.strip_chars()
         number = text.cast(pl.Float64, strict=False)
         is_right = number.is_finite() & (number >= 0 if above is None else number > above)
+        what = "a number, " + ("0 or more" if above is None else f"above {above:g}")
+        if most is not None:
+            is_right &= number <= most
+            what += f" and at most {most:g}"
         value: pl.Expr = pl.when(is_right).then(number)
         if default is not None:
             value = pl.when(text.is_null() | (text == "")).then(default).otherwise(value)
-        return cls(value, "a number, " + ("0 or more" if above is None else f"above {above:g}"))
+        return cls(value, what)
 
     @classmethod
     def instant(cls, name: str) -> Column:
@@ -72,15 +84,16 @@ class Column:
 
         Since 2020 they are exact to 0.03 us, since 1970 to 0.24 us.
         """
-        text = pl.col(name).str.replace(r"(Z|[+-]00:?00)$", "").str.replace("T", " ", literal=True)
-        instant = text.str.to_datetime("%Y-%m-%d %H:%M:%S%.f", time_unit="ns", strict=False)
+        text = pl.col(name).str.replace("T", " ", literal=True).str.replace("Z$", "+00")
+        zoned = pl.when(text.str.contains(r"[+-]\d\d(:?\d\d)?$")).then(text).otherwise(text + "+00")
+        instant = zoned.str.to_datetime("%Y-%m-%d %H:%M:%S%.f%#z", time_unit="ns", strict=False)
         return cls((instant.dt.epoch("ns") - EPOCH_NS) / 1e9, "a time")
 
     @classmethod
     def count(cls, name: str) -> Column:
         """A whole number, 0 or more."""
         number = pl.col(name).cast(pl.Int64, strict=False)
-        return cls(pl.when(number >= 0).then(number), "a token count")
+        return cls(pl.when(number.is_between(0, MAX_TOKENS)).then(number), "a token count")
 
 
 def _first_line(error: Exception) -> str:
@@ -164,6 +177,9 @@ BURSTGPT = {
 """BurstGPT, all releases; the later ones have columns more, which are ignored."""
 
 
+NO_CALL = "{}: no call in it has prompt and output tokens"
+
+
 def read_calls_csv(path: Path, layout: Mapping[str, Column]) -> Trace:
     """The trace, from columns of time, prompt tokens and output tokens. Raises DataError.
 
@@ -174,7 +190,7 @@ def read_calls_csv(path: Path, layout: Mapping[str, Column]) -> Trace:
         raise DataError(f"{path}: has no calls")
     calls = calls.filter(pl.min_horizontal(list(layout)[1:]) > 0)
     if not len(calls):
-        raise DataError(f"{path}: no call in it has prompt and output tokens")
+        raise DataError(NO_CALL.format(path))
     return Trace.of(*calls.get_columns(), source=path.name)
 
 
@@ -186,13 +202,14 @@ class _Call(Struct):
     """`timestamp` is in milliseconds."""
 
     timestamp: Annotated[float, Meta(ge=0)]
-    input_length: Annotated[int, Meta(ge=1)]
-    output_length: Annotated[int, Meta(ge=1)]
+    input_length: Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
+    output_length: Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
     hash_ids: list[Annotated[int, Meta(ge=0, le=2**63 - 1)]] | None = None
 
 
 def read_mooncake(path: Path) -> Trace:
-    """The trace; `prefix` where every call has hashes. Raises DataError."""
+    """The trace; `prefix` where every call has hashes. Failed calls are left out as in
+    `read_calls_csv`. Raises DataError."""
     decoder = msgspec.json.Decoder(_Call)
     calls: list[_Call] = []
     with opened(path) as file:
@@ -205,6 +222,9 @@ def read_mooncake(path: Path) -> Trace:
                 raise DataError(f"{path}: line {number}: not a call: {error}") from error
     if not calls:
         raise DataError(f"{path}: has no calls")
+    calls = [call for call in calls if call.input_length and call.output_length]
+    if not calls:
+        raise DataError(NO_CALL.format(path))
     blocks = [call.hash_ids for call in calls if call.hash_ids is not None]
     return Trace.of(
         [call.timestamp / 1000 for call in calls],
@@ -220,8 +240,12 @@ RATES = {"time_s": Column.number("time_s"), "rate_per_s": Column.number("rate_pe
 OPTIONAL = {"cv": 1.0, **CHAT_LENGTHS}
 """Columns of our own layout that may be missing or empty, and what is then taken."""
 
+_ABOVE = {"cv": 1e-3, "prompt_sigma": None, "output_sigma": None}
+_MOST = {"cv": 100}
+
 _FAMILY = pl.col("family").str.strip_chars().str.to_lowercase()
-_RATE, _SHAPE = Column.number("rate"), Column.number("shape", above=0)
+_RATE = Column.number("rate")
+_GAMMA, _WEIBULL = Column.number("shape", above=1e-4), Column.number("shape", above=0.05)
 _IS_IDLE = (_RATE.value == 0) | _FAMILY.is_null() | (_FAMILY == "")
 _SERVEGEN = {
     "start": Column.number("start"),
@@ -233,9 +257,17 @@ _SERVEGEN = {
         .otherwise(pl.when(_FAMILY.is_in(list(GapFamily))).then(_FAMILY)),
         "Gamma or Weibull",
     ),
-    "shape": Column(pl.when(_IS_IDLE).then(1.0).otherwise(_SHAPE.value), _SHAPE.what),
+    "shape": Column(
+        pl
+        .when(_IS_IDLE)
+        .then(1.0)
+        .when(_FAMILY.is_in([GapFamily.WEIBULL]))
+        .then(_WEIBULL.value)
+        .otherwise(_GAMMA.value),
+        f"{_GAMMA.what}, for Weibull above 0.05",
+    ),
 }
-"""A window without calls has neither family nor shape."""
+"""A window without calls has neither family nor shape; below these shapes almost every gap is 0."""
 _SERVEGEN_NAMES = ("start", "rate", "cv", "family", "shape", "scale")
 
 MAX_MEMBERS = 10_000
@@ -256,7 +288,7 @@ def read_rates_csv(path: Path) -> list[RateSeries]:
                 "stand once"
             )
     given = {
-        name: Column.number(name, above=None if "sigma" in name else 0, default=default)
+        name: Column.number(name, above=_ABOVE.get(name, 0), most=_MOST.get(name), default=default)
         for name, default in OPTIONAL.items()
         if name in text.names
     }

@@ -52,8 +52,19 @@ class PrefixBlocks:
         counts = np.diff(self.offsets)[chosen]
         offsets = np.zeros(len(chosen) + 1, np.int64)
         np.cumsum(counts, out=offsets[1:])
-        places = np.arange(offsets[-1]) + np.repeat(self.offsets[chosen] - offsets[:-1], counts)
+        places = _places(self.offsets[chosen], counts)
         return PrefixBlocks(self.hashes[places], offsets, self.block_tokens)
+
+
+def _places(first: Ints, counts: Ints) -> Ints:
+    """`counts` places in a row from each of `first` on, one row after the other."""
+    ends = np.cumsum(counts)
+    places: Ints = np.arange(counts.sum()) + np.repeat(first - ends + counts, counts)
+    return places
+
+
+MAX_DAYS = 1_000
+"""More than a trace lasts in which no time is mistaken."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -176,6 +187,12 @@ def _problem_of(trace: Trace) -> str | None:
         return "as many prompt and output lengths as arrivals are needed"
     if not math.isfinite(trace.duration_s) or trace.duration_s < 0:
         return f"the duration is {trace.duration_s} s"
+    if trace.duration_s > MAX_DAYS * 86_400:
+        gaps_s = np.diff(times_s, prepend=0.0, append=trace.duration_s)
+        return (
+            f"it lasts {trace.duration_s / 86_400:,.6g} days, more than {MAX_DAYS:,}; by time, the "
+            f"longest gap is after request {int(np.argmax(gaps_s))}: correct the time that is wrong"
+        )
     if num and not (times_s[0] >= 0 and times_s[-1] < trace.duration_s):
         return "arrivals must lie in [0, duration)"
     checks = [
@@ -260,7 +277,7 @@ def redrawn(trace: Trace, seed: int) -> Trace:
     nearby_s = np.clip([to_s - TIDE_S, to_s + TIDE_S], 0, trace.duration_s - length_s)
     from_s = rng.uniform(*nearby_s)
     first, after = np.searchsorted(trace.arrival_s, [from_s, from_s + length_s])
-    chosen = np.concatenate([np.arange(*each) for each in zip(first, after, strict=True)])
+    chosen = _places(first, after - first)
     at_s = trace.arrival_s[chosen] + np.repeat(to_s - from_s, after - first)
     inside = (at_s >= 0) & (at_s < trace.duration_s)
     chosen, at_s = chosen[inside], at_s[inside]
