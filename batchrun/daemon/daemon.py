@@ -55,7 +55,7 @@ log = logging.getLogger(__name__)
 DEADLINE_CHECK_S = 1.0
 CLEAN_STOP_S = 8.0
 SWITCH_SETTING = "offline"
-DEFAULT_MODEL_SETTING = "default_model"
+DEFAULT_SETTING = "default_model"
 SIT_OUT_S = 30.0
 """So long rows may sit in an engine while offline work is off; then they are taken back."""
 LIVE_STATES = (JobState.VALIDATING, JobState.RUNNING, JobState.FINALIZING, JobState.CANCELLING)
@@ -99,7 +99,7 @@ class Daemon:
     spent: EngineSeconds = field(init=False)
     _commands: asyncio.Lock = field(default_factory=asyncio.Lock)
     _sit_out_until_s: float = math.inf
-    _kept_default: object = None
+    _kept_default: list[str | None] = field(init=False)
     _opening: dict[int, JobRecord] = field(default_factory=dict)
     _expiring: set[int] = field(default_factory=set)
     _left_over: Sequence[JobRecord] = field(init=False)
@@ -139,10 +139,10 @@ class Daemon:
         self.steering = Steering(links, epoch, self.dispatcher.jobs.keys)
         is_on = bool(jobs.read_setting(self.store, SWITCH_SETTING, True))
         self.dispatcher.is_offline_on = self.steering.is_offline_on = is_on
-        self._kept_default = jobs.read_setting(self.store, DEFAULT_MODEL_SETTING, None)
+        kept = cast(list[str | None], jobs.read_setting(self.store, DEFAULT_SETTING, ["", None]))
+        engine_name, model = self._kept_default = kept
         for slot in self.slots:
-            kept = cast(list[str] | None, self._kept_default)
-            slot.last_model = kept[1] if kept and kept[0] == slot.engine.name else None
+            slot.last_model = model if slot.engine.name == engine_name else None
         self._left_over = jobs.list_jobs(self.store, only=LIVE_STATES)
         self.spent = EngineSeconds(self.store)
         self.spent.load()
@@ -184,11 +184,10 @@ class Daemon:
         first = next((slot for slot in self.slots if not slot.is_off and slot.models), None)
         if first is None or not first.models or first.default_from is not None:
             return
-        kept = [first.engine.name, first.models[0]]
+        kept: list[str | None] = [first.engine.name, first.models[0]]
         if kept != self._kept_default:
             with suppress(StoreError):
-                write = partial(jobs.write_setting, self.store, DEFAULT_MODEL_SETTING, kept)
-                await asyncio.to_thread(write)
+                await asyncio.to_thread(jobs.write_setting, self.store, DEFAULT_SETTING, kept)
                 self._kept_default = kept
 
     def check_model(self, model: str) -> None:

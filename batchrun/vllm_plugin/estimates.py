@@ -46,6 +46,7 @@ NUM_ALONE_STEPS = 64
 LEAST_ALONE_STEPS = 16
 """Fewer tell nothing of their kind."""
 ALONE_MEMORY_S = 600.0
+"""Older ones are not believed: the machine may be slower since."""
 COMPARE_EVERY_STEPS = 64
 LEAST_ALONE_SHARE = 0.5
 """Steps without rows in the engine are not believed to take less of what the model says."""
