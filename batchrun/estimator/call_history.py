@@ -165,6 +165,10 @@ class CallHistory:
         self._forget_until(now_s)
         return self._rate_calls / (self._rate_s + FIRST_RATE_S)
 
+    def rate_error(self) -> float:
+        """The standard error of that rate as a share of it: calls come by chance (Poisson)."""
+        return 1 / math.sqrt(max(self._rate_calls, 1.0))
+
     def longer_shares(self, generated_tokens: Sequence[int]) -> FloatArray:
         """The share of answers that are longer than each of `EDGES_TOKENS`, where calls in flight
         have generated so many tokens. About 50 us with 50 calls."""

@@ -19,13 +19,15 @@ from batchrun.scheduling.view import EngineView
 
 PLAN_EVERY_S = 0.5
 """A plan holds so long. One costs 0.13 ms with 50 calls, 0.5 ms with 256."""
-HOLD_S = 30.0
+HOLD_S = 45.0
 """A step is short enough if steps of that length for so long, and of calls alone after them, leave
 calls room at all times."""
 AFTER_S: FloatArray = np.array([0, 5, 10, 20, 30, 45, 60, 90, 120, 180, 240, 360], np.float64)
 """The times that are looked at."""
 SIGMAS = 2.0
 """Room is left for so many standard deviations of what calls hold."""
+MOST_SHARE = 0.85
+"""Calls are to hold no more than this share of all blocks: more come at once than ever before."""
 FULL_SHARE = 0.8
 """Calls alone are taken to have steps as long as when they hold this share of all blocks."""
 MOST_TPOTS = 2.0
@@ -62,9 +64,10 @@ def longest_step_s(view: EngineView) -> float:
     steps_s = np.geomspace(alone_s, top_s, NUM_CHOICES)
     growths = _growths(view, prompt_tokens)
     mean, variance, most = [each.after(steps_s, alone_s, rate_per_s) for each in growths]
+    variance[1] += (view.calls.rate_error() * mean[1]) ** 2
     likely = mean.sum(axis=0) + SIGMAS * np.sqrt(variance.sum(axis=0))
     if_none_ends = most.sum(axis=0) + SIGMAS * np.sqrt(variance[1])
-    most_tokens = view.total_blocks * view.block_tokens
+    most_tokens = MOST_SHARE * view.total_blocks * view.block_tokens
     has_room = (np.minimum(likely, if_none_ends) <= most_tokens).all(axis=1)
     if has_room.all():
         return math.inf

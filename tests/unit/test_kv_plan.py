@@ -55,6 +55,17 @@ def test_more_calls_and_fewer_blocks_shorten_steps() -> None:
     assert longest_step_s(engine(history(400), total_blocks=3_000)) == math.inf
 
 
+def test_steps_are_shorter_while_the_rate_is_known_from_few_calls() -> None:
+    many, few = history(400), CallHistory()
+    for i in range(600):
+        few.ended(400)
+        if i < 8:
+            few.begun(NOW_S - 6 + i * 0.75)
+
+    assert few.rate_per_s(NOW_S) == pytest.approx(many.rate_per_s(NOW_S), rel=0.05)
+    assert longest_step_s(engine(few)) < longest_step_s(engine(many))
+
+
 def test_calls_that_fill_the_kv_by_themselves_leave_rows_nothing() -> None:
     calls = history(2_000, rate_per_s=10.0)
     policy = EchoPolicy(EchoOptions(), ArrivalOrder())
@@ -148,6 +159,13 @@ def test_the_rate_is_that_of_the_last_minute() -> None:
     assert calls.rate_per_s(NOW_S) == pytest.approx(5.0, rel=0.05)
     assert calls.rate_per_s(NOW_S + 120.0) < 1.0
     assert calls.rate_per_s(NOW_S) < 1.0
+
+
+def test_the_more_calls_a_rate_is_of_the_surer_it_is() -> None:
+    errors = [history(100, rate_per_s=rate).rate_error() for rate in (1.0, 4.0)]
+
+    assert errors == pytest.approx([60**-0.5, 240**-0.5], rel=0.05)
+    assert CallHistory().rate_error() == 1.0
 
 
 def test_how_often_answers_are_longer_than_likely_is_counted_once_somebody_asked() -> None:
