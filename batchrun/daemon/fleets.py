@@ -22,6 +22,7 @@ from batchrun.engine.fleet_messages import DRAIN_S, FleetReport, FleetSettings, 
 from batchrun.engine.replicas import FleetMemory, RayFleet, ReplicaEngine, end_fleet, read_memory
 from batchrun.engine_config import MAX_REPLICAS, EngineConfig, RayConfig
 from batchrun.errors import ConfigError, EngineError, InputError
+from batchrun.files import absolute
 from batchrun.home import Home
 from batchrun.mutual_tls import derive_token, read_or_make_secret, read_secret
 from batchrun.store.database import Store
@@ -443,7 +444,7 @@ def lone_fleet(deployment: Deployment) -> str | None:
 def _secret_file(deployment: Deployment, config: EngineConfig, home: Home) -> Path:
     if config.secret_file is None:
         return home.fleet(config.name).with_suffix(".secret")
-    return deployment.base / Path(config.secret_file).expanduser()
+    return Path(absolute(deployment.base, config.secret_file))
 
 
 def _spec(

@@ -46,7 +46,7 @@ from batchrun.engine.tiny_model import build_tiny_model
 from batchrun.engine.tiny_vision_model import build_tiny_vision_model
 from batchrun.engine_config import EngineConfig
 from batchrun.errors import EngineError, InputError
-from batchrun.files import short_path, write_atomically
+from batchrun.files import absolute, short_path, write_atomically
 from batchrun.home import Home
 from batchrun.pool.row_queue import RowLoad
 from batchrun.routing.engine_book import with_means
@@ -461,7 +461,7 @@ def _own_engine(
 def _agent_address(deployment: Deployment, config: EngineConfig, home: Home) -> AgentAddress:
     assert config.agent is not None
     secret_file, certificate = (
-        None if name is None else deployment.base / Path(name).expanduser()
+        None if name is None else Path(absolute(deployment.base, name))
         for name in (config.secret_file, config.certificate)
     )
     return AgentAddress(

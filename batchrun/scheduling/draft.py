@@ -28,8 +28,8 @@ class Draft:
     `hit_blocks` that were idle. Offline requests hold at most `offline_blocks`: one of all blocks
     is vLLM's own. A step of `full_s` has no time for one token more behind `full_tokens` computed
     ones, and so none behind as many or more. With `is_strict` no prompt but the first of the step
-    goes past its limit, whatever it risks. `leader` is the request whose long prefix the draft
-    begins.
+    goes past its limit, whatever it risks. Decodes of `deferred` rows wait for prompts. `leader` is
+    the request whose long prefix the draft begins.
     """
 
     view: EngineView
@@ -47,6 +47,7 @@ class Draft:
     caps: dict[str, int] = field(default_factory=dict)
     preempted: list[RequestView] = field(default_factory=list)
     loras: set[int] = field(default_factory=set)
+    deferred: Sequence[RequestView] = ()
     has_long_prefill: bool = False
     full_s: float = -math.inf
     full_tokens: int = 0
@@ -199,10 +200,13 @@ class Draft:
 
     def finish(self, num_left_out: int = 0) -> Plan:
         """The plan, where the order of calls has left so many out."""
-        has_work = self.tokens_left < self.view.token_budget
-        predicted_s = self.view.model.predict_s(self.load) if has_work else 0.0
         admit, preempt = tuple(self.admitted), tuple(self.preempted)
-        return Plan(admit, self.caps, preempt, predicted_s, self.load, num_left_out)
+        return Plan(admit, self.caps, preempt, self.predicted_s(), self.load, num_left_out)
+
+    def predicted_s(self) -> float:
+        """How long the step takes so far; 0 without work."""
+        has_work = self.tokens_left < self.view.token_budget
+        return self.view.model.predict_s(self.load) if has_work else 0.0
 
     def _compute(self, computed_tokens: int, num_tokens: int) -> None:
         self.load.add(num_tokens, computed_tokens + num_tokens)

@@ -16,6 +16,7 @@ from batchrun.scheduling.fill import (
     admit_in_order,
     computing_groups,
     continue_running,
+    decode_deferred,
     fits,
     keep_alive,
     lacks_adapter,
@@ -62,7 +63,9 @@ class EchoPolicy:
 
     def plan(self, view: EngineView) -> Plan:
         """The step to run after those in flight."""
-        draft = select(self.generate(view, self._queue.limits(view)))
+        limits = self._queue.limits(view)
+        draft = select(self.generate(view, limits))
+        decode_deferred(draft, limits.offline_s)
         self._patience.let_in([row for row in draft.admitted if row.is_offline], view.now_s)
         return draft.finish(self._queue.num_left_out)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Sequence
 
 from batchrun.scheduling.draft import CLOSING_TOKENS, MIN_CHUNK_TOKENS, Draft
@@ -11,12 +12,18 @@ from batchrun.scheduling.worth import Victims
 
 MAX_TRIED = 64
 """Candidates whose prefix one step looks up."""
+DECODE_SHARE = 0.5
+"""Of the time that calls leave of a step rows that decode get this share while others have prompts
+to compute: the former read KV, the latter use arithmetic, and a GPU does both at once."""
+ROOMY_SHARE = 0.4
+"""That is so while this share of all blocks is free: rows keep theirs for longer then."""
 LITTLE_MORE = 1.25
 """So many times as long as with the least work may a step take for which there is no time."""
 
 
 def continue_running(draft: Draft, limit_s: float) -> None:
-    """Offline requests that run already: decodes first, then prefills in order.
+    """Offline requests that run already: decodes first, then prefills in order. Decodes that take
+    more than their share of the step are put off, see `decode_deferred`.
 
     Where none of them finds the blocks to go on, one gives way to the others, least loss first.
     """
@@ -26,12 +33,13 @@ def continue_running(draft: Draft, limit_s: float) -> None:
         Victims(draft).make_room(draft.free_blocks + 1)
         decodes, prefills = by_kind(still_running(draft))
         able = draft.with_blocks(decodes)
-    num = _decode_most(draft, able, limit_s)
+    num = _decode_most(draft, able, _decode_limit_s(draft, able, limit_s))
     if num < len(decodes):
         going = set(map(id, able[:num]))
         for request in decodes:
             if id(request) not in going:
                 draft.sit_out(request)
+        draft.deferred = able[num:]
     for request in prefills:
         computed = request.num_computed_tokens
         left = min(request.prefill_left_tokens, draft.room_tokens(request, computed))
@@ -71,6 +79,23 @@ def _decode_most(draft: Draft, requests: Sequence[RequestView], limit_s: float) 
             num += len(part)
         size //= 2
     return num
+
+
+def _decode_limit_s(draft: Draft, decodes: Sequence[RequestView], limit_s: float) -> float:
+    """How long a step may take with decodes of rows, before their prompts."""
+    room_blocks = draft.free_blocks - draft.promised_blocks
+    is_tight = room_blocks < ROOMY_SHARE * draft.view.total_blocks
+    if not decodes or is_tight or math.isinf(limit_s):
+        return limit_s
+    taken_s = draft.predicted_s()
+    return taken_s + DECODE_SHARE * (limit_s - taken_s)
+
+
+def decode_deferred(draft: Draft, limit_s: float) -> None:
+    """Let rows whose decodes were put off decode in the time that prompts have left."""
+    left = draft.with_blocks([row for row in draft.deferred if not draft.caps[row.request_id]])
+    for row in left[: _decode_most(draft, left, limit_s)]:
+        del draft.caps[row.request_id]
 
 
 def admit_in_order(

@@ -26,7 +26,13 @@ from batchrun.scheduling.draft import MIN_CHUNK_TOKENS
 from batchrun.scheduling.echo import EchoOptions, EchoPolicy
 from batchrun.scheduling.fill import LITTLE_MORE
 from batchrun.scheduling.online_queue import ArrivalOrder
-from batchrun.scheduling.view import Plan
+from batchrun.scheduling.view import EngineView, Plan, RequestView
+
+
+def late_engine(*rows: RequestView, **fields: Any) -> EngineView:
+    """One whose next step takes at most 25 ms, with room for all."""
+    blocks = {"total_blocks": 10_000, "free_blocks": 7_000, "max_running": 256}
+    return view(running=[decoding_call(due_in_s=-3.0), *rows], **blocks | fields)
 
 
 def test_an_empty_engine_gets_an_empty_plan() -> None:
@@ -143,6 +149,35 @@ def test_rows_that_decode_go_on_before_rows_that_read() -> None:
     plan = plan_of(view(running=[reading, decoding], token_budget=33))
 
     assert plan.caps == {"row 1": 32}
+
+
+def test_decodes_of_rows_leave_prompts_half_of_the_time_that_calls_do() -> None:
+    """A step of 25 ms, and a token of each row takes 0.1 ms."""
+    rows = [decoding_row(f"row {i}") for i in range(200)]
+    reading = prefilling_row("last", prompt=3_000, left=2_000)
+
+    plan = plan_of(late_engine(*rows, reading))
+
+    assert plan.caps == {f"row {i}": 0 for i in range(124, 200)} | {"last": 125}
+    assert plan.predicted_s == pytest.approx(0.025, abs=1e-6)
+
+
+def test_decodes_of_rows_take_what_prompts_leave() -> None:
+    rows = [decoding_row(f"row {i}") for i in range(200)]
+
+    assert plan_of(late_engine(*rows)).caps == {}
+    assert plan_of(late_engine(*rows, prefilling_row("last", left=40))).caps == {"last": 40}
+    waits = plan_of(late_engine(*rows, waiting=[row("last", prompt=90)]))
+    assert waits.caps == {f"row {i}": 0 for i in range(159, 200)} | {"last": 90}
+
+
+def test_decodes_of_rows_come_first_where_their_blocks_are_wanted() -> None:
+    rows = [decoding_row(f"row {i}") for i in range(200)]
+    reading = prefilling_row("last", prompt=3_000, left=2_000)
+
+    plan = plan_of(late_engine(*rows, reading, free_blocks=3_900))
+
+    assert plan.caps == {"last": 49}
 
 
 def test_decodes_of_rows_that_exceed_the_step_sit_it_out_the_last_in_order_first() -> None:

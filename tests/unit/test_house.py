@@ -28,8 +28,8 @@ whose number follows the calls (3), an engine apart from the way to its agent, c
 the daemon apart from those for engines, the peak of a trace (3), jobs that wait for cheap
 hours, orders to the leader of a database (2), outputs of many files, calls that gateways of all
 daemons count, and which numbers of engines a planner tries."""
-MAX_LINES = 67_297
-"""26,654 more for these, for groups by key portion and rows over engines by speed, several models,
+MAX_LINES = 67_330
+"""26,687 more for these, for groups by key portion and rows over engines by speed, several models,
 a planner that sizes on several draws, bounds on what callers and engines send and hold, and
 daemons that stand by, deployments that calls at once share, processes that watch their parents,
 turns for images, places in a cache of data sets, what is cached of waiting calls, answers by class,
@@ -53,7 +53,7 @@ quotes, rows that wait at an engine's door, choices of a row, hosts of images th
 of a thousand jobs, rows that leave sick engines, numbers of fleets in the store, what one model's
 engines lack, replicas that cannot start, processes that fork, what steps take without rows in the
 engine, ETAs of fleets that change, words that are written as numbers, errors in any coding, and how
-little few calls tell of their rate."""
+little few calls tell of their rate, and decodes that wait for prompts."""
 MAX_SHORT_FILES = 25
 SHORT_LINES = 80
 LONGEST_LINES = 500
