@@ -35,6 +35,8 @@ MAX_DRAFTS = 4
 """Long prefixes that one step chooses from."""
 PATIENCE_S = 10.0
 """Of the long prefixes, one that stood first for so long is begun before any other."""
+EARLY_STEPS = 256
+"""So many steps a new engine puts off no decodes: its model knows little of how steps add up."""
 
 Candidate = tuple[RequestView, PrefixHit]
 
@@ -60,9 +62,11 @@ class EchoPolicy:
         self._patience = Patience()
         self._head: RequestView | None = None
         self._head_since_s = 0.0
+        self._num_steps = 0
 
     def plan(self, view: EngineView) -> Plan:
         """The step to run after those in flight."""
+        self._num_steps += 1
         limits = self._queue.limits(view)
         draft = select(self.generate(view, limits))
         decode_deferred(draft, limits.offline_s)
@@ -78,7 +82,8 @@ class EchoPolicy:
             for request in still_running(draft):
                 draft.sit_out(request)
             return [draft]
-        continue_running(draft, limits.offline_s)
+        is_early = self._num_steps <= EARLY_STEPS
+        continue_running(draft, limits.offline_s, can_defer=not is_early)
         drafts = self._admit_offline(draft, limits.offline_s) if has_room else [draft]
         if len(drafts) == 1 and drafts[0].tokens_left == view.token_budget:
             keep_alive(drafts[0], limits.offline_s)

@@ -15,15 +15,17 @@ MAX_TRIED = 64
 DECODE_SHARE = 0.5
 """Of the time that calls leave of a step rows that decode get this share while others have prompts
 to compute: the former read KV, the latter use arithmetic, and a GPU does both at once."""
-ROOMY_SHARE = 0.4
-"""That is so while this share of all blocks is free: rows keep theirs for longer then."""
+MOST_DEFERRED = 3
+"""Of so many rows that could decode at least one does."""
+ROOMY_SHARE = 0.3
+"""Decodes are put off while this share of all blocks is free: rows keep theirs for longer."""
 LITTLE_MORE = 1.25
 """So many times as long as with the least work may a step take for which there is no time."""
 
 
-def continue_running(draft: Draft, limit_s: float) -> None:
-    """Offline requests that run already: decodes first, then prefills in order. Decodes that take
-    more than their share of the step are put off, see `decode_deferred`.
+def continue_running(draft: Draft, limit_s: float, *, can_defer: bool = True) -> None:
+    """Offline requests that run already: decodes first, then prefills in order. With `can_defer`
+    decodes that take more than their share of the step are put off, see `decode_deferred`.
 
     Where none of them finds the blocks to go on, one gives way to the others, least loss first.
     """
@@ -33,7 +35,9 @@ def continue_running(draft: Draft, limit_s: float) -> None:
         Victims(draft).make_room(draft.free_blocks + 1)
         decodes, prefills = by_kind(still_running(draft))
         able = draft.with_blocks(decodes)
-    num = _decode_most(draft, able, _decode_limit_s(draft, able, limit_s))
+    num = _decode_most(draft, able, _decode_limit_s(draft, limit_s) if can_defer else limit_s)
+    least = -(-len(able) // MOST_DEFERRED)
+    num += _decode_most(draft, able[num:least], limit_s)
     if num < len(decodes):
         going = set(map(id, able[:num]))
         for request in decodes:
@@ -81,11 +85,10 @@ def _decode_most(draft: Draft, requests: Sequence[RequestView], limit_s: float) 
     return num
 
 
-def _decode_limit_s(draft: Draft, decodes: Sequence[RequestView], limit_s: float) -> float:
+def _decode_limit_s(draft: Draft, limit_s: float) -> float:
     """How long a step may take with decodes of rows, before their prompts."""
     room_blocks = draft.free_blocks - draft.promised_blocks
-    is_tight = room_blocks < ROOMY_SHARE * draft.view.total_blocks
-    if not decodes or is_tight or math.isinf(limit_s):
+    if room_blocks < ROOMY_SHARE * draft.view.total_blocks or math.isinf(limit_s):
         return limit_s
     taken_s = draft.predicted_s()
     return taken_s + DECODE_SHARE * (limit_s - taken_s)

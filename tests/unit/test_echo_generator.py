@@ -23,10 +23,18 @@ from echo_views import (
 
 from batchrun.estimator.step_time import LinearModel
 from batchrun.scheduling.draft import MIN_CHUNK_TOKENS
-from batchrun.scheduling.echo import EchoOptions, EchoPolicy
+from batchrun.scheduling.echo import EARLY_STEPS, EchoOptions, EchoPolicy
 from batchrun.scheduling.fill import LITTLE_MORE
 from batchrun.scheduling.online_queue import ArrivalOrder
 from batchrun.scheduling.view import EngineView, Plan, RequestView
+
+
+def later_plan_of(engine: EngineView) -> Plan:
+    """What a policy plans that has seen many steps."""
+    policy = EchoPolicy(EchoOptions(), ArrivalOrder())
+    for _ in range(EARLY_STEPS):
+        policy.plan(view())
+    return policy.plan(engine)
 
 
 def late_engine(*rows: RequestView, **fields: Any) -> EngineView:
@@ -154,20 +162,33 @@ def test_rows_that_decode_go_on_before_rows_that_read() -> None:
 def test_decodes_of_rows_leave_prompts_half_of_the_time_that_calls_do() -> None:
     """A step of 25 ms, and a token of each row takes 0.1 ms."""
     rows = [decoding_row(f"row {i}") for i in range(200)]
-    reading = prefilling_row("last", prompt=3_000, left=2_000)
+    engine = late_engine(*rows, prefilling_row("last", prompt=3_000, left=2_000))
 
-    plan = plan_of(late_engine(*rows, reading))
+    plan = later_plan_of(engine)
 
     assert plan.caps == {f"row {i}": 0 for i in range(124, 200)} | {"last": 125}
     assert plan.predicted_s == pytest.approx(0.025, abs=1e-6)
+    assert plan_of(engine).caps == {"last": 49}
+
+
+def test_a_third_of_the_decodes_go_on_before_prompts_whatever_their_share() -> None:
+    """Calls leave 9.9 ms, half of which is for 49 rows."""
+    rows = [decoding_row(f"row {i}") for i in range(180)]
+    read = prefilling_call("call 2", prompt=400, left=150)
+    engine = late_engine(read, *rows, prefilling_row("last", prompt=3_000, left=2_000))
+
+    plan = later_plan_of(engine)
+
+    assert plan.caps == {f"row {i}": 0 for i in range(60, 180)} | {"call 2": 150, "last": 39}
 
 
 def test_decodes_of_rows_take_what_prompts_leave() -> None:
     rows = [decoding_row(f"row {i}") for i in range(200)]
 
-    assert plan_of(late_engine(*rows)).caps == {}
-    assert plan_of(late_engine(*rows, prefilling_row("last", left=40))).caps == {"last": 40}
-    waits = plan_of(late_engine(*rows, waiting=[row("last", prompt=90)]))
+    assert later_plan_of(late_engine(*rows)).caps == {}
+    reads = later_plan_of(late_engine(*rows, prefilling_row("last", left=40)))
+    assert reads.caps == {"last": 40}
+    waits = later_plan_of(late_engine(*rows, waiting=[row("last", prompt=90)]))
     assert waits.caps == {f"row {i}": 0 for i in range(159, 200)} | {"last": 90}
 
 
@@ -175,7 +196,7 @@ def test_decodes_of_rows_come_first_where_their_blocks_are_wanted() -> None:
     rows = [decoding_row(f"row {i}") for i in range(200)]
     reading = prefilling_row("last", prompt=3_000, left=2_000)
 
-    plan = plan_of(late_engine(*rows, reading, free_blocks=3_900))
+    plan = later_plan_of(late_engine(*rows, reading, free_blocks=2_900))
 
     assert plan.caps == {"last": 49}
 
