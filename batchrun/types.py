@@ -20,6 +20,9 @@ USUAL_OUTPUT_TOKENS = 128
 DEFAULT_CLASS = "default"
 """The SLO class of online calls that name none."""
 
+OFFLINE_OFF = "waiting: offline work is off (`batchrun offline on`)"
+"""The stage of a job that would run otherwise."""
+
 
 class JobState(StrEnum):
     """The life of a job; `store/jobs.py` draws the transitions and holds one function for each."""

@@ -22,8 +22,13 @@ def picture(seed: int = 0, size: tuple[int, int] = (32, 24), kind: str = "PNG") 
 
 def bomb(width: int, height: int) -> bytes:
     """A PNG of a few bytes that says it has so many pixels."""
+    return png(width, height, (b"IDAT", zlib.compress(bytes(64))))
+
+
+def png(width: int, height: int, *pixels: tuple[bytes, bytes]) -> bytes:
+    """A PNG with these chunks, each a kind and its data, between its header and its end."""
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(bytes(64))), (b"IEND", b""))
+    chunks = ((b"IHDR", header), *pixels, (b"IEND", b""))
     return b"\x89PNG\r\n\x1a\n" + b"".join(
         struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
         for kind, data in chunks

@@ -72,7 +72,7 @@ def make_tree_job(
     text_bytes = np.array([len(prompt) for prompt in prompts], dtype=np.int64)
     new_bytes = text_bytes.copy()
     new_bytes[order.rows] -= order.shared_chunks * CHUNK_BYTES
-    plan = JobPlan(SALT, chains, order, text_bytes, new_bytes, TokenRatio())
+    plan = JobPlan(chains, order, text_bytes, new_bytes, TokenRatio())
     job = _pattern()
     spec = job.spec.model_copy(update={"weight": weight})
     rows_done = np.array(sorted(done), dtype=np.int64)

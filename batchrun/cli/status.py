@@ -236,12 +236,12 @@ def _render(picture: dict[str, Any], job: str | None, most_ended: int | None) ->
             + describe_progress(engine)
         )
     parts += _fleet_lines(picture.get("fleets", ()))
-    waits = _waits(picture)
+    is_run = picture["gateway"] is not None
     if (routing := picture.get("routing")) is not None and routing["imbalance"] is not None:
         parts += [named_lines(_routing_lines(routing), "online calls by engine, the last 1,000")]
     if job is not None:
         for view in picture["jobs"]:
-            parts += ["", named_lines(_details(view, waits=waits))]
+            parts += ["", named_lines(_details(view, is_run=is_run))]
     elif picture["jobs"]:
         parts += _job_list(picture, most_ended)
     else:
@@ -350,13 +350,6 @@ def describe_progress(engine: dict[str, Any]) -> str:
     return "".join(parts)
 
 
-def _waits(picture: dict[str, Any]) -> str | None:
-    """What jobs that could run wait for; None where they do not."""
-    if picture["gateway"] is None:
-        return NO_DAEMON
-    return None if picture["offline"] else "waiting: offline work is off"
-
-
 SAID = {JobState.PAUSED, JobState.FAILED, JobState.EXPIRED}
 """States for which the list says why."""
 
@@ -368,7 +361,7 @@ def _job_list(picture: dict[str, Any], most_ended: int | None) -> Iterator[Rende
     active = [view for view, ended in zip(newest, is_ended, strict=True) if not ended]
     ended = [view for view, ended in zip(newest, is_ended, strict=True) if ended]
     shown = active + ended[:most_ended]
-    yield _job_table(shown, waits=_waits(picture))
+    yield _job_table(shown, is_run=picture["gateway"] is not None)
     for view in shown:
         if view["reason"] and view["state"] in SAID:
             yield f"{view['id']} {view['state']}: {view['reason']}"
@@ -379,13 +372,13 @@ def _job_list(picture: dict[str, Any], most_ended: int | None) -> Iterator[Rende
         yield f"{len(newest) - len(shown) + num_more:,} more that have ended; --all shows them"
 
 
-def _job_table(views: list[dict[str, Any]], *, waits: str | None) -> Table:
+def _job_table(views: list[dict[str, Any]], *, is_run: bool) -> Table:
     """All digits have room: the hit rate and the speed give way where there is too little."""
     rows = [
         {
             "job": view["id"],
             "name": view["name"],
-            "state": _state(view, waits=waits),
+            "state": _state(view, is_run=is_run),
             "done": f"{view['num_completed']:,}",
             "failed": f"{view['num_failed']:,}",
             "rows": f"{view['num_rows']:,}",
@@ -412,17 +405,14 @@ def _job_table(views: list[dict[str, Any]], *, waits: str | None) -> Table:
     return table
 
 
-def _state(view: dict[str, Any], *, waits: str | None) -> str:
-    is_held_up = view["state"] == JobState.RUNNING or (
-        view["state"] == JobState.VALIDATING and waits == NO_DAEMON
-    )
-    if waits is not None and is_held_up:
-        return waits
+def _state(view: dict[str, Any], *, is_run: bool) -> str:
+    if not is_run and view["state"] in {JobState.VALIDATING, JobState.RUNNING}:
+        return NO_DAEMON
     state = str(view["stage"] or view["state"])
     return f"{state}, late" if view["is_deadline_kept"] is False else state
 
 
-def _details(view: dict[str, Any], *, waits: str | None) -> Iterator[tuple[str, str]]:
+def _details(view: dict[str, Any], *, is_run: bool) -> Iterator[tuple[str, str]]:
     error = view["estimate_error"]
     has_ended = JobState(view["state"]).is_terminal
     speed = (
@@ -432,7 +422,7 @@ def _details(view: dict[str, Any], *, waits: str | None) -> Iterator[tuple[str, 
     best = view["best_hit_rate"]
     lines = {
         "job": f"{view['id']}  {view['name']}",
-        "state": _state(view, waits=waits),
+        "state": _state(view, is_run=is_run),
         "reason": view["reason"],
         "rows": f"{view['num_completed']:,} done, {view['num_failed']:,} failed, "
         f"{view['num_in_flight']:,} in flight, {view['num_rows']:,} in all",

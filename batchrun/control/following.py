@@ -34,7 +34,7 @@ from batchrun.errors import (
     StoreFullError,
     shown_safely,
 )
-from batchrun.types import JobState
+from batchrun.types import OFFLINE_OFF, JobState
 
 FILE_WIDTH_CHARS = 10_000
 """Nothing is folded or cut in a file or a pipe."""
@@ -213,12 +213,18 @@ def views(
 ) -> Iterator[dict[str, Any]]:
     """The daemon's views of a job until one in which it has ended or paused.
 
+    That it waits for the switch of offline work is said once, as nothing else may happen for days.
     `go_on` is the command that takes the job up again. Raises DaemonUnavailableError, EngineError
     where no engine is left to run it, StoreFullError where its results cannot be written.
     """
     stalled_since_s: float | None = None
+    is_told = False
     while True:
-        yield (view := _view_of(client, job_id))
+        view = _view_of(client, job_id)
+        if view["stage"] == OFFLINE_OFF and not is_told:
+            is_told = True
+            note(f"{view['id']} {OFFLINE_OFF}")
+        yield view
         if is_over(view):
             return
         if view["engine_failure"] is not None:

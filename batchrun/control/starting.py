@@ -8,7 +8,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -230,13 +231,23 @@ def _end_fleets(fleets: Sequence[Path], home: Home, leads: Callable[[], bool]) -
     ended, failures = [], []
     for seen in fleets:
         try:
-            name = asyncio.run(end_fleet(seen, home.log / f"{seen.stem}.log", leads))
+            name = _run(end_fleet(seen, home.log / f"{seen.stem}.log", leads))
             ended.append(f"fleet {name}")
         except EngineError as error:
             failures.append(str(error))
     if failures:
         raise EngineError("; ".join(failures))
     return ended
+
+
+def _run(work: Coroutine[Any, Any, str]) -> str:
+    """Also where a loop runs already, as in a cell of a notebook."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, work).result()
 
 
 @contextmanager

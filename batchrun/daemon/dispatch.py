@@ -151,13 +151,19 @@ class Assigner(Generic[JobT, SlotT]):
 
     Each row that `assign` returns is settled or given back once, whatever became of its job. Those
     `in_the_way` then are to be aborted and given back a little later: they keep a suspect waiting.
-    Of the jobs `resting` and `waiting`, by id, no row goes. The latter wait for hours: suspects of
-    theirs keep no engine apart.
+    Of the jobs `resting`, `at_limit` and `waiting`, by id, no row goes. Those `at_limit` have all
+    in flight that they may; the last wait for hours: suspects of theirs keep no engine apart.
     """
 
-    def __init__(self, slots: Sequence[SlotT], waiting: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        slots: Sequence[SlotT],
+        waiting: Collection[str] = (),
+        at_limit: Collection[str] = (),
+    ) -> None:
         self.slots = slots
         self.waiting = waiting
+        self.at_limit = at_limit
         self.jobs: dict[str, JobT] = {}
         self.turns = JobTurns()
         self.trial_engine = TrialEngine(slots)
@@ -264,14 +270,17 @@ class Assigner(Generic[JobT, SlotT]):
         return slot.load.has_room(demand.work_s, answer, is_urgent=is_urgent)
 
     def _observe(self, round_: _Round) -> None:
-        """A pool is saturated where all its engines have what they take that a job has rows for."""
+        """A pool is saturated where all its engines that a job has rows for have what they take, or
+        what the job may have in flight."""
         for engine, is_full in round_.dropped.items():
             self.slots[engine].load.observe(round_.now_s, is_full=is_full)
         if not round_.asking and round_.opens_at_s is None:
             found = {pool: list[bool]() for pool in {NO_POOL, *self._saturated, *self._pools}}
-            for model in {job.model for job in self._ready(round_.now_s).values()}:
-                sought = round_.serving(model).keys() & round_.dropped.keys()
-                found[self._number(model)] += [round_.dropped[engine] for engine in sought]
+            for at_limit in (False, True):
+                ready = self._ready(round_.now_s, at_limit=at_limit).values()
+                for model in {job.model for job in ready}:
+                    sought = round_.serving(model).keys() & round_.dropped.keys()
+                    found[self._number(model)] += [at_limit or round_.dropped[e] for e in sought]
             self._saturated = {pool: bool(full) and all(full) for pool, full in found.items()}
         self._tell_turns(round_.now_s)
 
@@ -375,13 +384,15 @@ class Assigner(Generic[JobT, SlotT]):
         turn = self.turns.choose(ready.keys(), now_s, rows.keys(), engine)
         return turn, -1 if turn is None else rows[turn.job_id]
 
-    def _ready(self, now_s: float) -> dict[str, JobT]:
-        """The jobs with rows that may go now."""
+    def _ready(self, now_s: float, *, at_limit: bool = False) -> dict[str, JobT]:
+        """The jobs with rows that may go now; or those that only their limit keeps from it."""
         resting = (self.waiting, *self.resting)
         return {
             job_id: job
             for job_id, job in self.jobs.items()
-            if not any(job_id in each for each in resting) and job.queue.has_ready(now_s)
+            if (job_id in self.at_limit) == at_limit
+            and not any(job_id in each for each in resting)
+            and job.queue.has_ready(now_s)
         }
 
     def _take(self, turn: Turn, row: int, engine: int, demand: Demand, round_: _Round) -> None:

@@ -22,12 +22,12 @@ from batchrun.daemon.faults import (
     checked_answer,
     retry_delay_s,
 )
-from batchrun.daemon.in_flight import Assignment
+from batchrun.daemon.in_flight import Assignment, LargeBodies
 from batchrun.daemon.job import ActiveJob, Hinter
 from batchrun.daemon.writer import ResultWriter, cancel_all
 from batchrun.engine.agent.remote import UNTOLD
-from batchrun.errors import BatchrunError, EngineError, StoreError
-from batchrun.hints import put_hint
+from batchrun.engine.client import BODY_CODE, encode_body
+from batchrun.errors import BatchrunError, EngineError, InputError, StoreError
 from batchrun.media.fetching import ImageFetcher, ImageUnreachableError, RowImages, must_fetch
 from batchrun.media.images import IMAGE_CODE, ImageError, without_cache_names
 from batchrun.store import results
@@ -79,12 +79,13 @@ class Dispatcher:
     hinter: Hinter = field(init=False)
     assigner: Assigner[ActiveJob, Slot] = field(init=False)
     _row_images: RowImages = field(init=False)
+    _bodies: LargeBodies = field(default_factory=LargeBodies)
     _resting: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     _wake: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
         self.hinter = Hinter(self.epoch)
-        self.assigner = Assigner(self.slots, self.waiting)
+        self.assigner = Assigner(self.slots, self.waiting, self._bodies.resting)
         self._row_images = RowImages(self.images)
         self.assigner.resting = (self._row_images.resting, self._resting)
 
@@ -173,11 +174,11 @@ class Dispatcher:
             self.pause_job(job, str(error))
 
     def forget_rows(self, open_jobs: Collection[str]) -> None:
-        """Agents need not keep rows of jobs that are not open any more."""
-        for slot in self.slots:
-            if slot.agent is not None:
-                for job_id in slot.agent.inherited.keys() - open_jobs:
-                    slot.agent.forget([(job_id, row) for row in slot.agent.inherited[job_id]])
+        """Nothing need be kept of the rows of jobs that are not open any more."""
+        self._bodies.forget_all_but(open_jobs)
+        for agent in filter(None, (slot.agent for slot in self.slots)):
+            for job_id in agent.inherited.keys() - open_jobs:
+                agent.forget([(job_id, row) for row in agent.inherited[job_id]])
 
     def committed(self, keys: Collection[RowKey]) -> None:
         """Results of these rows are durable."""
@@ -322,20 +323,24 @@ class Dispatcher:
         job, row, slot = assignment.job, assignment.row, assignment.slot
         attempt = job.attempts.get(row, 0) + 1
         timeout_s = min(job.spec.row_timeout, self.row_timeout_s)
+        asked = {"response_format": body.get("response_format")}
         try:
-            prepared = await self._prepared(assignment, body, timeout_s)
-            if prepared is None:
+            data = await self._prepared(assignment, body, timeout_s)
+            del body  # Memory holds it once while it is in flight.
+            if data is None:
                 self._give_back(assignment, ready_at_s=time.monotonic() + ASIDE_S)
                 return
-            where = self.epoch, job.spec.endpoint
-            request = Request(job.id, row, attempt, *where, prepared, job.content)
+            client, where = slot.engine.client, (self.epoch, job.spec.endpoint)
+            request = Request(job.id, row, attempt, *where, {}, job.content)
             room = partial(self.writer.room, slot.engine.name)
-            outcome = await slot.engine.client.execute(request, timeout_s=timeout_s, room=room)
+            with self._bodies.holding(assignment, len(data)):
+                outcome = await client.execute(request, data=data, timeout_s=timeout_s, room=room)
             if not job.record.is_batch:
-                outcome = await checked_answer(job.spec.endpoint, prepared, outcome)
+                outcome = await checked_answer(job.spec.endpoint, asked, outcome)
             await self._settle(assignment, outcome)
-        except ImageError as problem:
-            error = RowError(IMAGE_CODE, str(problem))
+        except InputError as problem:
+            code = IMAGE_CODE if isinstance(problem, ImageError) else BODY_CODE
+            error = RowError(code, str(problem))
             is_passing = isinstance(problem, ImageUnreachableError)
             kind = OutcomeKind.RETRY if is_passing else OutcomeKind.ROW_ERROR
             await self._settle(assignment, Outcome(job.id, row, attempt, kind, error=error))
@@ -344,8 +349,8 @@ class Dispatcher:
 
     async def _prepared(
         self, assignment: SentRow, body: dict[str, object], timeout_s: float
-    ) -> dict[str, object] | None:
-        """The body as the engine gets it; None where the row goes later, for its images."""
+    ) -> bytes | None:
+        """The body as it is sent; None where the row goes later, for its images."""
         job, slot = assignment.job, assignment.slot
         if body.get("model") == DEFAULT_MODEL:
             if slot.default_model is None:
@@ -364,11 +369,8 @@ class Dispatcher:
         if slot.uses_priority:
             body["priority"] = OFFLINE_PRIORITY
         if slot.hint_nonce is not None:
-            is_urgent, prefixes = assignment.is_urgent, assignment.prefixes
-            hint = self.hinter.hint(job, assignment.row, prefixes, is_urgent=is_urgent)
-            if hint is not None:
-                put_hint(body, hint, slot.hint_nonce)
-        return body
+            self.hinter.put(body, assignment, slot.hint_nonce)
+        return encode_body(body)
 
     def _lose(self, assignment: SentRow, error: EngineError) -> None:
         """The row's engine is not there: it gets nothing until it answers again."""
@@ -454,8 +456,7 @@ class Dispatcher:
         if not job.trials.is_guilty(row):
             self._give_back(assignment)
             return
-        message = f"{MAX_SOLO_DEATHS} engines died while this row ran alone"
-        error = RowError("engine_died", message)
+        error = RowError("engine_died", f"{MAX_SOLO_DEATHS} engines died while this row ran alone")
         self._conclude(assignment, replace(outcome, kind=OutcomeKind.ROW_ERROR, error=error))
 
     async def _record_suspects(self, accused: Iterable[SentRow]) -> None:

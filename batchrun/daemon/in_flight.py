@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import islice
+from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
+
+import psutil
 
 from batchrun.daemon.faults import SOLO, TRIAL_ROWS, TRIAL_S, Backpressure, Trials
 from batchrun.estimator.answer_length import AnswerLengths
@@ -30,8 +34,23 @@ ON_THE_WAY_TOKENS = 100_000
 prompt after another. Where no door of ours stands before it, calls wait behind rows there."""
 ARRIVED_S = 10.0
 """What was sent before that is taken to have arrived."""
+LEAST_BODIES_BYTES, BODIES_SHARE = 1 << 30, 1 / 8
+SMALL_BODY_BYTES, MOST_BYTES_PER_TOKEN = 64 << 10, 16
+"""Bodies that are smaller, or have fewer for each token, are bounded by windows well enough."""
 NEW_ROWS = 0.1
 """What a row that was answered counts for in the mean."""
+
+
+def memory_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """What the machine has, or what its container may have."""
+    found = [psutil.virtual_memory().total]
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        with suppress(OSError, ValueError):  # Not there; "max": no limit.
+            found.append(int((cgroup / name).read_text()))
+    return min(found)
+
+
+MAX_BODIES_BYTES = max(LEAST_BODIES_BYTES, int(BODIES_SHARE * memory_bytes()))
 
 
 class RowPlan(Protocol):
@@ -143,6 +162,47 @@ class Assignment(Generic[JobT, SlotT]):
     @property
     def trials(self) -> Trials:
         return self.job.trials
+
+
+class LargeBodies:
+    """Bodies in flight that have many more bytes than tokens, such as pictures. While those of all
+    engines have `MAX_BODIES_BYTES` or more, jobs are `resting`, by id, that have one in flight or
+    whose last body was one."""
+
+    def __init__(self) -> None:
+        self.resting: set[str] = set()
+        self._num_bytes = Counter[str]()
+
+    @contextmanager
+    def holding(self, assignment: Assignment[Any, Any], num_bytes: int) -> Iterator[None]:
+        """While the block runs, the row's body of so many bytes is in flight."""
+        job_id = assignment.job.id
+        if num_bytes <= max(SMALL_BODY_BYTES, MOST_BYTES_PER_TOKEN * assignment.tokens):
+            self._forget(job_id)
+            yield
+            return
+        self._count(job_id, num_bytes)
+        try:
+            yield
+        finally:
+            self._count(job_id, -num_bytes)
+
+    def forget_all_but(self, open_jobs: Collection[str]) -> None:
+        """The other jobs have ended."""
+        for job_id in self._num_bytes.keys() - open_jobs:
+            self._forget(job_id)
+
+    def _forget(self, job_id: str) -> None:
+        """Does nothing while one of its large bodies is in flight."""
+        if not self._num_bytes[job_id]:
+            del self._num_bytes[job_id]
+            self.resting.discard(job_id)
+
+    def _count(self, job_id: str, num_bytes: int) -> None:
+        self._num_bytes[job_id] += num_bytes
+        self.resting.clear()
+        if self._num_bytes.total() >= MAX_BODIES_BYTES:
+            self.resting.update(self._num_bytes)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

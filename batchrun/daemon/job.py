@@ -12,15 +12,17 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
 from batchrun.daemon.faults import CircuitBreaker, Doubts, Refusals, Trials
+from batchrun.daemon.in_flight import Assignment
 from batchrun.daemon.prices import USUAL, RowTokens, output_token_s, planned_work
 from batchrun.estimator.answer_length import AnswerLengths
-from batchrun.hints import URGENT_LEAD, RowHint, SharedPrefixes
+from batchrun.hints import URGENT_LEAD, RowHint, SharedPrefixes, put_hint
 from batchrun.jobs.expected_answers import EMBEDDINGS, num_choices, output_limit
 from batchrun.jobs.inputs.input_data import InputData
 from batchrun.jobs.inputs.spool import PlannedRows
@@ -266,6 +268,12 @@ class Hinter:
     def __init__(self, epoch: int) -> None:
         self._epoch = epoch
         self._next_rank = URGENT_LEAD
+
+    def put(self, body: dict[str, object], sent: Assignment[ActiveJob, Any], nonce: str) -> None:
+        """Write the hint of a row into its body, for an engine that believes this `nonce`."""
+        hint = self.hint(sent.job, sent.row, sent.prefixes, is_urgent=sent.is_urgent)
+        if hint is not None:
+            put_hint(body, hint, nonce)
 
     def hint(
         self, job: ActiveJob, row: int, prefixes: SharedPrefixes, *, is_urgent: bool = False

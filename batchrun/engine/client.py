@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from batchrun import types
 from batchrun.engine.progress import SILENCE, Look, look_at_page
-from batchrun.errors import ConfigError, EngineError
+from batchrun.errors import ConfigError, EngineError, InputError
 from batchrun.media.connections import CleanConnector, parse_retry_after
 from batchrun.strict import LARGE_JSON_BYTES, parse_reply
 from batchrun.types import Outcome, OutcomeKind, Request, RowError, Usage
@@ -278,16 +278,16 @@ _SLOW_S, _SLOW_BYTES_PER_S = 10.0, 32 * 1024
 """A long reply, which takes room, breaks off where it comes more slowly for so long."""
 Room = Callable[[], AbstractAsyncContextManager[None]]
 _ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
+BODY_CODE = "invalid_request"
+"""The code of the error with which a row ends whose body is no JSON."""
 
 
 def encode_body(body: Mapping[str, object]) -> bytes:
-    """A request's body as it is sent. Raises TypeError, ValueError or RecursionError."""
-    return _ENCODER.encode(dict(body)).encode()
-
-
-def not_json(error: Exception) -> RowError:
-    """What `encode_body` raised, as the end of a row."""
-    return RowError("invalid_request", f"the request is not valid JSON: {error}")
+    """A request's body as it is sent. Raises InputError."""
+    try:
+        return _ENCODER.encode(dict(body)).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InputError(f"the request is not valid JSON: {error}") from None
 
 
 class ResponseTooLargeError(EngineError):
@@ -357,8 +357,8 @@ class EngineClient:
                 reply = await self._post(request, data, start_s, wait_for_room)
         except ResponseTooLargeError as error:
             kind, row_error = OutcomeKind.ROW_ERROR, RowError("response_too_large", str(error))
-        except (TypeError, ValueError, RecursionError) as error:
-            kind, row_error = OutcomeKind.ROW_ERROR, not_json(error)
+        except InputError as error:
+            kind, row_error = OutcomeKind.ROW_ERROR, RowError(BODY_CODE, str(error))
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             kind, row_error = OutcomeKind.RETRY, RowError("connection_error", self._explain(error))
             if limit.expired():

@@ -19,7 +19,7 @@ from batchrun.jobs.prompts.image_tokens import guess_image_tokens
 from batchrun.jobs.request_fields import IMPOSSIBLE
 from batchrun.jobs.results.file_bytes import FileBytes, local_file
 from batchrun.jobs.spec import InputSpec, JobSpec, OutputSpec
-from batchrun.media.images import is_data_url, media_urls
+from batchrun.media.images import media_urls
 from batchrun.store.batches import BatchError, BatchRecord, ValidInput, new_batch_id
 from batchrun.store.files import FileRecord
 from batchrun.store.jobs import JobRecord, NewJob
@@ -152,7 +152,7 @@ class BatchLines:
                 raise _FaultError("invalid_request", f"{name} {why}", f"body.{name}")
         self._check_model(model)
         for kind, url in media_urls(body):
-            if kind == "image" and is_data_url(url):
+            if kind == "image":
                 self.num_tokens += guess_image_tokens(url) - len(url) // BYTES_PER_TOKEN
         if self.endpoint == "/v1/embeddings":
             self._num_inputs += _num_embedding_inputs(body.get("input"))

@@ -10,7 +10,7 @@ import logging
 import os
 import re
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -219,21 +219,21 @@ def open_submitted(record: JobRecord, spec: JobSpec, *, links: Path) -> InputDat
     return data
 
 
-TextWatch = Callable[[Sequence[bytes]], None]
-"""Told of all rows' prompt texts, some rows at a time; empty for a row with an error."""
+TextWatch = Callable[[Sequence[bytes], Sequence[int]], None]
+"""Told of all rows' prompt texts and salts, some rows at a time; a row with an error has no text.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class JobPlan:
     """Every row of a job, known as a whole.
 
-    `chains` are the keys of all rows' prompts, salted with `salt`; `order` runs over all rows;
+    `chains` are the salted keys of all rows' prompts; `order` runs over all rows;
     `text_bytes[row]` is the length of the row's prompt text, `new_bytes[row]` of what no row before
     it in the order has, and `tokens` makes tokens of either;
     `errors` holds the rows that cannot be rendered, which end with that error and never run.
     """
 
-    salt: int
     chains: ChainTable
     order: PrefixOrder
     text_bytes: IntArray
@@ -244,7 +244,6 @@ class JobPlan:
     @classmethod
     def of(
         cls,
-        salt: int,
         chains: ChainTable,
         order: PrefixOrder,
         text_bytes: IntArray,
@@ -254,7 +253,7 @@ class JobPlan:
         """The plan in which rows share what neighbours in the order do."""
         new_bytes = text_bytes.copy()
         new_bytes[order.rows] -= order.shared_chunks * CHUNK_BYTES
-        return cls(salt, chains, order, text_bytes, new_bytes, tokens, errors)
+        return cls(chains, order, text_bytes, new_bytes, tokens, errors)
 
     @property
     def num_rows(self) -> int:
@@ -297,8 +296,7 @@ def plan_job(
     Reads the input in a stream; keeps 8 bytes for each 256 bytes of prompt text. `watch` is shown
     the texts on their way. Raises DataError when the input cannot be read.
     """
-    salt = salt_of(spec.model, spec.endpoint)
-    builder = ChainBuilder(salt)
+    builder = ChainBuilder(0)
     text_bytes = np.zeros(data.num_rows, dtype=np.int64)
     errors: dict[int, RowError] = {}
     alike: dict[RowError, RowError] = {}
@@ -307,27 +305,37 @@ def plan_job(
     sample: list[bytes] = []
     for first_row, rows in data.iter_rows(template.columns_used):
         texts: list[bytes] = []
+        salts: list[int] = []
         for row, values in enumerate(rows, start=first_row):
             try:
-                texts.append(text_of(template.render(values, row_number=row)))
+                body = template.render(values, row_number=row)
+                texts.append(text_of(body))
+                salts.append(_salt_of_row(spec, body))
             except RowRenderError as problem:
                 errors[row] = alike.setdefault(problem.row_error, problem.row_error)
                 texts.append(b"")
-        builder.add(texts)
+                salts.append(0)
+        builder.add(texts, salts)
         if watch is not None:
-            watch(texts)
+            watch(texts, salts)
         sample += [text for row, text in enumerate(texts, start=first_row) if row in sampled]
         text_bytes[first_row : first_row + len(texts)] = [len(text) for text in texts]
         if progress is not None:
             progress("reading rows", first_row + len(texts), data.num_rows)
     chains = builder.build()
     tokens = TokenRatio.sampled(sample, prompts.count)
-    return JobPlan.of(salt, chains, order_by_prefix(chains), text_bytes, tokens, errors)
+    return JobPlan.of(chains, order_by_prefix(chains), text_bytes, tokens, errors)
+
+
+def _salt_of_row(spec: JobSpec, body: Mapping[str, object]) -> int:
+    """Rows with another model or another `cache_salt` share no KV."""
+    model, cache_salt = str(body["model"]), body.get("cache_salt")
+    return salt_of(model, spec.endpoint, *([str(cache_salt)] if cache_salt else []))
 
 
 KEPT_ROWS, KEPT_BYTES = 100_000, 256 << 20
 """A job with as many rows, or as much text, has its plan kept."""
-FORMAT = "1"
+FORMAT = "2"
 """Another one where a file of this kind, or what a plan is, changes."""
 
 
@@ -382,7 +390,6 @@ def _keep(path: Path, key: bytes, plan: JobPlan) -> None:
             np.savez(
                 file,
                 key=np.frombuffer(key, np.uint8),
-                salt=np.uint64(plan.salt),
                 keys=plan.chains.keys,
                 starts=plan.chains.starts,
                 rows=plan.order.rows,
@@ -405,7 +412,6 @@ def _read(path: Path, key: bytes) -> JobPlan | None:
             if kept["key"].tobytes() != key:
                 return None
             return JobPlan.of(
-                int(kept["salt"]),
                 ChainTable(kept["keys"], kept["starts"]),
                 PrefixOrder(kept["rows"], kept["shared_chunks"], kept["by_chain"]),
                 kept["text_bytes"],

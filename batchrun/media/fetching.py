@@ -12,6 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AsyncExitStack
+from functools import partial
 from threading import Thread
 from typing import Any
 
@@ -37,12 +38,14 @@ CONNECT_TIMEOUT_S = 5.0
 MAX_URLS = 64
 """Addresses of one request."""
 MAX_REQUEST_BYTES = 64 << 20
-"""What all images that are fetched for one request have together."""
+"""What all images that are fetched for one request have together, each as often as it is named."""
 MAX_AT_ONCE = 16
 """Fetches from one host, and rows of one owner that wait for their images."""
 _CHUNK_BYTES = 64 << 10
 _LATER_STATUSES = frozenset({408, 425, 429})
 _NUMERIC = socket.NI_NUMERICHOST | socket.NI_NUMERICSERV
+_Take = Callable[[int], None]
+"""Hears how many bytes of an image came, and may refuse them by what it raises."""
 
 
 class ImageUnreachableError(ImageError):
@@ -110,19 +113,22 @@ def _look_up(answer: Future[list[ResolveResult]], host: str, port: int, family: 
 
 
 class _Room:
-    """What is left of `MAX_REQUEST_BYTES` for one request; `on_bytes` hears of all that comes."""
+    """What is left of `MAX_REQUEST_BYTES` for one request; `on_bytes` hears what is taken."""
 
-    def __init__(self, on_bytes: Callable[[int], None]) -> None:
+    def __init__(self, on_bytes: _Take) -> None:
         self._left_bytes = MAX_REQUEST_BYTES
         self._on_bytes = on_bytes
 
-    def take(self, num_bytes: int) -> None:
-        """Raises ImageError when it is used up."""
-        self._left_bytes -= num_bytes
+    def take(self, num_mentions: int, num_bytes: int) -> None:
+        """So many bytes more of an image that is named so often. Raises ImageError when the room is
+        used up."""
+        self._left_bytes -= num_mentions * num_bytes
         if self._left_bytes < 0:
-            limit = MAX_REQUEST_BYTES >> 20
-            raise ImageError(f"the images of the request are over {limit} MiB together")
-        self._on_bytes(num_bytes)
+            raise ImageError(
+                f"the images of the request are over {MAX_REQUEST_BYTES >> 20} MiB together, each "
+                "as often as it is named"
+            )
+        self._on_bytes(num_mentions * num_bytes)
 
 
 def _nobody(num_bytes: int) -> None:
@@ -150,34 +156,38 @@ class ImageFetcher:
         body: dict[str, Any],
         owner: str = "",
         *,
-        on_bytes: Callable[[int], None] = _nobody,
+        on_bytes: _Take = _nobody,
         turn_s: float | None = None,
     ) -> dict[str, Any]:
         """The body with every image in it, under no name of the sender's; itself where it was so.
         Owners, API keys by id, take turns at each host; no image waits for its turn for longer than
-        `turn_s`. `on_bytes` is told how many bytes of images come, and may refuse them by what it
-        raises.
+        `turn_s`. `on_bytes` is told how many bytes of images come into the body, and may refuse
+        them by what it raises.
 
         Raises ImageError for an image that may not be had or is none, and ImageUnreachableError
         where it may be had another time.
         """
         body = without_cache_names(body)
-        urls = {url: kind for kind, url in media_urls(body) if not is_data_url(url)}
-        if not urls:
+        named = Counter(each for each in media_urls(body) if not is_data_url(each[1]))
+        if not named:
             return body
-        for url, kind in urls.items():
+        for kind, url in named:
             check_scheme(kind, url)
-        if len(urls) > MAX_URLS:
-            raise ImageError(f"a request may name {MAX_URLS} images on the web (got {len(urls)})")
-        places = [self.hosts.check(url) for url in urls]
+        if len(named) > MAX_URLS:
+            raise ImageError(f"a request may name {MAX_URLS} images on the web (got {len(named)})")
+        places = [self.hosts.check(url) for _, url in named]
         room = _Room(on_bytes)
-        tasks = [asyncio.create_task(self._fetch(each, room, owner, turn_s)) for each in places]
+        takes = [partial(room.take, num_mentions) for num_mentions in named.values()]
+        tasks = [
+            asyncio.create_task(self._fetch(place, take, owner, turn_s))
+            for place, take in zip(places, takes, strict=True)
+        ]
         try:
-            images = dict(zip(urls, await asyncio.gather(*tasks), strict=True))
+            images = dict(zip(named, await asyncio.gather(*tasks), strict=True))
         finally:
             for task in tasks:
                 task.cancel()
-        return with_urls(body, lambda _, url: images.get(url, url))
+        return with_urls(body, lambda *each: images.get(each, each[1]))
 
     async def close(self) -> None:
         """Close all connections."""
@@ -185,7 +195,7 @@ class ImageFetcher:
         if session is not None:
             await session.close()
 
-    async def _fetch(self, place: URL, room: _Room, owner: str, turn_s: float | None) -> str:
+    async def _fetch(self, place: URL, take: _Take, owner: str, turn_s: float | None) -> str:
         shown = str(place)[:SHOWN_CHARS]
         async with AsyncExitStack() as turn:
             try:
@@ -195,16 +205,16 @@ class ImageFetcher:
             except TimeoutError:
                 message = f"the image at {shown} waited for others of its host for {turn_s:g} s"
                 raise ImageTurnError(f"{message}; try again") from None
-            return await self._fetch_now(place, room, shown)
+            return await self._fetch_now(place, take, shown)
 
-    async def _fetch_now(self, place: URL, room: _Room, shown: str) -> str:
+    async def _fetch_now(self, place: URL, take: _Take, shown: str) -> str:
         try:
             async with (
                 asyncio.timeout(FETCH_TIMEOUT_S),
                 self._open().get(place, allow_redirects=False) as response,
             ):
                 _check_reply(response, shown)
-                return data_url(await _read(response, room, shown))
+                return data_url(await _read(response, take, shown))
         except TimeoutError:
             message = f"the image at {shown} did not come within {FETCH_TIMEOUT_S:g} s"
             raise ImageUnreachableError(message) from None
@@ -269,11 +279,11 @@ def _check_reply(response: aiohttp.ClientResponse, shown: str) -> None:
         raise ImageError(f"the image at {shown} comes compressed, which was not asked for")
 
 
-async def _read(response: aiohttp.ClientResponse, room: _Room, shown: str) -> bytes:
+async def _read(response: aiohttp.ClientResponse, take: _Take, shown: str) -> bytes:
     raw = bytearray()
     async for chunk in response.content.iter_chunked(_CHUNK_BYTES):
         raw += chunk
-        room.take(len(chunk))
+        take(len(chunk))
         if len(raw) > IMAGE_LIMIT_BYTES:
             raise ImageError(f"the image at {shown} is over {IMAGE_LIMIT_BYTES >> 20} MiB")
     return bytes(raw)

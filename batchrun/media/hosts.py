@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections.abc import Iterable
 
 from yarl import URL
@@ -13,6 +14,7 @@ MAX_URL_CHARS = 4_096
 SHOWN_CHARS = 80
 """So much of an address is repeated to whoever sent it."""
 _PORTS = {"http": 80, "https": 443}
+_NAME = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*")
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -27,13 +29,18 @@ def is_public(address: Address) -> bool:
             return False
         if address.ipv4_mapped is not None:
             return True
-    return address.is_global and not address.is_multicast
+    is_reserved = address.is_multicast or any(address in each for each in _RESERVED)
+    return address.is_global and not is_reserved
 
 
 _IPV4_PREFIXES = frozenset(
     int(ipaddress.IPv6Address(prefix)) >> 32 for prefix in ("::", "64:ff9b::", "::ffff:0:0:0")
 )
 """IPv6 addresses that begin so end with an IPv4 address: compatible, NAT64, translated."""
+_RESERVED = [
+    ipaddress.ip_network(each) for each in ("64:ff9b:1::/48", "fec0::/10", "5f00::/16", "3fff::/20")
+]
+"""Local NAT64, site-local, segment routing, documentation: public for some versions of Python."""
 
 
 class ImageHosts:
@@ -86,14 +93,22 @@ def checked_host(entry: str) -> str:
 
 def _host_and_port(entry: str) -> tuple[str, int | None]:
     """Raises ValueError for what is neither HOST nor HOST:PORT."""
+    if "*" in entry:
+        raise ValueError(f"{entry!r}: no pattern of hosts is possible: name each as HOST[:PORT]")
+    no_host = f"{entry!r} is not HOST or HOST:PORT"
     bare = _address_in(entry)
-    parsed = URL(
-        f"http://[{entry}]" if bare is not None and bare.version == 6 else f"http://{entry}"
-    )
-    host, others = parsed.raw_host, (parsed.user, parsed.query_string, parsed.path.strip("/"))
-    if not host or any(others) or len(entry.split()) != 1:
-        raise ValueError(f"{entry!r} is not HOST or HOST:PORT")
-    return host.rstrip(".").lower(), parsed.explicit_port
+    try:
+        parsed = URL(
+            f"http://[{entry}]" if bare is not None and bare.version == 6 else f"http://{entry}"
+        )
+    except ValueError:
+        raise ValueError(no_host) from None
+    host, port = (parsed.raw_host or "").rstrip(".").lower(), parsed.explicit_port
+    others = (parsed.user, parsed.query_string, parsed.fragment, parsed.path.strip("/"))
+    is_host = _NAME.fullmatch(host) or _address_in(host)
+    if not is_host or any(others) or port == 0 or len(entry.split()) != 1:
+        raise ValueError(no_host)
+    return host, port
 
 
 def _address_in(text: str) -> Address | None:

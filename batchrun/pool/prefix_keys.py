@@ -9,6 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Self
 
 import numpy as np
@@ -20,7 +21,7 @@ CHUNK_BYTES = 256
 
 def salt_of(*parts: str) -> int:
     """A seed from what separates KV caches besides the text: model, LoRA name, cache salt."""
-    return xxhash.xxh3_64_intdigest("\x00".join(parts).encode())
+    return xxhash.xxh3_64_intdigest("\x00".join(parts).encode("utf-8", "surrogatepass"))
 
 
 IntArray = npt.NDArray[np.int64]
@@ -109,11 +110,11 @@ class ChainBuilder:
         self._keys = array("Q")
         self._starts = array("q", [0])
 
-    def add(self, texts: Iterable[bytes]) -> None:
-        """The next rows' prompt texts."""
+    def add(self, texts: Iterable[bytes], salts: Iterable[int] | None = None) -> None:
+        """The next rows' prompt texts; `salts`: of each its own."""
         digest, keys, starts = xxhash.xxh3_64_intdigest, self._keys, self._starts
-        for text in texts:
-            key, start, view = self._salt, 0, memoryview(text)
+        for text, key in zip(texts, repeat(self._salt) if salts is None else salts, strict=False):
+            start, view = 0, memoryview(text)
             for end in self._ends(len(text)):
                 key = digest(view[start:end], key)
                 keys.append(key)

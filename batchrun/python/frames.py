@@ -22,7 +22,7 @@ import polars as pl
 
 from batchrun.errors import BatchrunError, DataError, InputError
 from batchrun.files import make_folder, sync_file, sync_folder
-from batchrun.jobs.inputs.parquet import JSON_COLUMNS
+from batchrun.jobs.inputs.parquet import JSON_COLUMNS, tag_of
 from batchrun.jobs.pin import even_block_ends, hash_blocks
 
 ROW_GROUP_ROWS = 8_192
@@ -105,12 +105,12 @@ def frame_of_rows(rows: Sequence[Mapping[str, object]]) -> Frame:
     """Rows in plain Python; a key that a row lacks is null. Raises DataError, and InputError as
     `frame_of` does."""
     _refuse_fork()
-    names = dict.fromkeys(name for row in rows for name in row)
-    with _told("the rows do not make a table"):
-        table = pl.DataFrame({
-            name: _of_values(name, [row.get(name) for row in rows]) for name in names
-        })
-    return _polars(table, lambda joined: joined)
+    names = dict.fromkeys(name for row in rows for name in row if isinstance(name, str))
+
+    def select(wanted: Sequence[str]) -> pl.DataFrame:
+        return pl.DataFrame([_of_values(name, [row.get(name) for row in rows]) for name in wanted])
+
+    return Frame(len(rows), tuple(names), select, lambda added: select([*names]).hstack(added))
 
 
 def _of_values(name: str, values: Sequence[object]) -> pl.Series:
@@ -118,43 +118,56 @@ def _of_values(name: str, values: Sequence[object]) -> pl.Series:
         cells = [{name: value} for value in values]
         return pl.DataFrame(cells, infer_schema_length=None).to_series()
 
-    return _unchanged(name, values, made)
+    with _told(f"column {name!r} of the rows cannot be read"):
+        return _unchanged(name, values, made)
 
 
 _TIMES = {datetime.date, datetime.datetime, datetime.time, datetime.timedelta}
 _PLAIN = {str, int, float, bool, bytes, decimal.Decimal, *_TIMES}
+_CHANGED = {int, decimal.Decimal, datetime.datetime, datetime.time}
+"""Of these, columns of a type of their own do not hold all values."""
 
 
 def _unchanged(name: str, values: Sequence[object], make: Callable[[], pl.Series]) -> pl.Series:
     """The column that is made of these values, or where that would change one of them, as structs
     of all their keys do, a column of the values themselves."""
     kinds = {type(value) for value in values if value is not None}
-    has_large = kinds == {int} and any(map(_is_large, values))
-    if len(kinds) <= 1 and kinds <= _PLAIN and not has_large:
+    is_odd = kinds <= _CHANGED and any(map(_is_odd, values))
+    if len(kinds) <= 1 and kinds <= _PLAIN and not is_odd:
         return make()
     # Raises ValueError and RecursionError for values that hold themselves, or are nested so deeply
     # that polars would crash the process.
     json.dumps(list(values), skipkeys=True, default=id)
+    if not _has_one_form(values):
+        return pl.Series(name, values, dtype=pl.Object)
     with suppress(*FOREIGN):
         made = make()
         is_same = all(map(_is_same, made.to_list(), values))
-        if is_same or (len(kinds) == 1 and not _is_json(values)):
+        if is_same or (len(kinds) == 1 and not _is_json(values, _plain)):
             return made
     return pl.Series(name, values, dtype=pl.Object)
 
 
-def _is_json(values: Sequence[object]) -> bool:
-    """Whether JSON has them as they are; of bytes and times it has not."""
-
-    def plain(value: object) -> object:
-        if isinstance(value, datetime.date | datetime.time):
-            raise TypeError
-        return _plain(value)
-
+def _is_json(values: Sequence[object], default: Callable[[object], object]) -> bool:
+    """Whether JSON has something for them; for bytes it has not."""
     with suppress(TypeError, ValueError, RecursionError):
-        json.dumps(list(values), default=plain)
+        json.dumps(list(values), default=default)
         return True
     return False
+
+
+def _has_one_form(values: Sequence[object]) -> bool:
+    """Whether the decimals among these have one exponent and fit into 38 digits: polars changes
+    others, or panics."""
+    told = [value.as_tuple() for value in values if isinstance(value, decimal.Decimal)]
+    is_short = all(each.exponent in range(-38, 1) and len(each.digits) <= 38 for each in told)
+    return is_short and len({each.exponent for each in told}) <= 1
+
+
+def _is_odd(value: object) -> bool:
+    """Whether a column may change it: a large number, a decimal, or a time with a zone."""
+    is_zoned = getattr(value, "tzinfo", None) is not None
+    return is_zoned or isinstance(value, decimal.Decimal) or _is_large(value)
 
 
 def _is_large(value: object) -> bool:
@@ -178,6 +191,8 @@ def _is_same(made: object, given: object) -> bool:
     is_odd = isinstance(made, bool) != isinstance(given, bool) or _is_large(made)
     if is_odd or not isinstance(given, type(made)):
         return False
+    if isinstance(given, decimal.Decimal | datetime.datetime | datetime.time):
+        return str(made) == str(given)
     return bool(made == given) or (made != made and given != given)
 
 
@@ -214,8 +229,10 @@ def _pandas(frame: Any) -> Frame:
         return pl.DataFrame(list(series))
 
     def joined(added: pl.DataFrame) -> Any:
-        columns = {name: _to_pandas(added[name], frame.index) for name in added.columns}
-        return frame.assign(**columns)
+        whole = frame.assign()
+        for name in added.columns:
+            whole[name] = _to_pandas(added[name], frame.index)
+        return whole
 
     return Frame(len(frame), tuple(map(str, frame.columns)), select, joined)
 
@@ -243,13 +260,13 @@ def _to_pandas(column: pl.Series, index: Any) -> Any:
 
 def kept_rows(table: pl.DataFrame, folder: Path) -> Path:
     """The rows as a Parquet file in `folder`, named by its content: equal rows are one file, which
-    stays as it was, and is told by its ctime to be in use. A column of objects is JSON text, marked
-    as such for who reads it. Raises DataError for a column of a type that Parquet does not have."""
+    stays as it was, and is told by its ctime to be in use. A column of what Parquet lacks is JSON
+    text, marked as such for who reads it. Raises DataError for what neither has."""
     make_folder(folder, mode=0o700)
     scratch = folder / f".{secrets.token_hex(8)}.parquet"
     try:
         with _told("the rows cannot be written as Parquet"):
-            names = [name for name in table.columns if table[name].dtype == pl.Object]
+            names = [name for name, kind in table.schema.items() if _is_foreign(kind)]
             text = table.with_columns(_as_json(table[name]) for name in names)
             text = text.cast({pl.Categorical: pl.String, pl.Enum: pl.String}).rechunk()
             marks = {JSON_COLUMNS: json.dumps(names)} if names else None
@@ -267,22 +284,80 @@ def kept_rows(table: pl.DataFrame, folder: Path) -> Path:
         scratch.unlink(missing_ok=True)
 
 
+def _is_foreign(kind: pl.DataType) -> bool:
+    """Whether no file holds a column of this type, but JSON text may."""
+    if isinstance(kind, pl.List | pl.Array):
+        return _is_foreign(cast("pl.DataType", kind.inner))
+    if isinstance(kind, pl.Struct):
+        return any(_is_foreign(cast("pl.DataType", field.dtype)) for field in kind.fields)
+    return kind in {pl.Object, pl.Int128, pl.UInt128}
+
+
 def _as_json(column: pl.Series) -> pl.Series:
+    values = column.to_list()
+    has_type = column.dtype != pl.Object or _has_type(values)
     texts = [
-        None if value is None else json.dumps(value, ensure_ascii=False, default=_plain)
-        for value in column.to_list()
+        None
+        if value is None
+        else json.dumps(value, ensure_ascii=False, default=_tagged if has_type else _plain)
+        for value in values
     ]
     return pl.Series(column.name, texts, dtype=pl.String)
 
 
+def _has_type(values: Sequence[object]) -> bool:
+    """Whether columns have a type for these values but for the digits of decimals and zones of
+    times: templates then read decimals and times, and otherwise JSON's own numbers and texts."""
+    with suppress(*FOREIGN):
+        alike = [_alike(value) for value in values]
+        made = pl.DataFrame([{"": value} for value in alike], infer_schema_length=None).to_series()
+        num_kinds = len({type(value) for value in values if value is not None})
+        is_same = all(map(_is_same, made.to_list(), alike))
+        return is_same or (num_kinds == 1 and not _is_json(alike, _timeless))
+    return False
+
+
+def _alike(value: object) -> object:
+    """The value with one decimal in place of all, and without zones."""
+    if isinstance(value, Mapping):
+        return {key: _alike(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_alike(item) for item in value]
+    if isinstance(value, decimal.Decimal):
+        return decimal.Decimal(0)
+    if isinstance(value, datetime.datetime):
+        return datetime.datetime.min
+    return value.replace(tzinfo=None) if isinstance(value, datetime.time) else value
+
+
+def _timeless(value: object) -> object:
+    if isinstance(value, datetime.date | datetime.time):
+        raise TypeError
+    return _plain(value)
+
+
 def _plain(value: object) -> object:
-    """What JSON has in place of a value. Raises TypeError for bytes, among others."""
+    """What JSON has in place of a value, and of a decimal that its numbers cannot say, its tag.
+    Raises TypeError for bytes, among others."""
+    if isinstance(value, datetime.date | datetime.time) and value == value:
+        return value.isoformat()
+    if isinstance(value, decimal.Decimal) and value.is_finite():
+        told = float(value)
+        if decimal.Decimal(repr(told)) == value:
+            return told
+    return _tagged(value)
+
+
+def _tagged(value: object) -> object:
+    """What stands in JSON for a value. Raises TypeError as `_plain` does."""
     if isinstance(value, np.generic | np.ndarray):
         return value.tolist()
     if isinstance(value, Mapping):
         return dict(value)
-    if isinstance(value, datetime.date | datetime.time):
-        return value.isoformat()
     if isinstance(value, decimal.Decimal):
-        return float(value)
+        return {tag_of(decimal.Decimal): decimal.Decimal.__str__(value)}
+    for kind in (datetime.datetime, datetime.date, datetime.time):
+        if isinstance(value, kind):
+            is_nothing = value != value  # pandas' NaT
+            return None if is_nothing else {tag_of(kind): value.isoformat()}
     raise TypeError(f"a {type(value).__name__} within or beside other values: {value!r:.80}")

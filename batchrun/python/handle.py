@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import glob
+import json
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any, Self
@@ -20,7 +22,7 @@ from batchrun.errors import DaemonUnavailableError, StateError
 from batchrun.files import is_url
 from batchrun.home import Home
 from batchrun.jobs.results.output_parts import files_of
-from batchrun.jobs.spec import JobSpec
+from batchrun.jobs.spec import OUTPUT_COLUMNS, JobSpec
 from batchrun.python.asking import deployment, home_of
 from batchrun.store import results
 from batchrun.types import JobState
@@ -64,7 +66,8 @@ class Job:
         return self
 
     def results(self) -> pl.LazyFrame:
-        """Its output file, unread: `.head()`, `.filter(...)` and `.collect()` read what they need.
+        """Its output file: `.head()`, `.filter(...)` and `.collect()` read what they need. A JSONL
+        file is first read once for the types of its columns.
 
         Raises StateError while it is not written, and once a later job's is in its place.
         """
@@ -111,15 +114,84 @@ class Job:
 
 def _scan_parts(parts: list[str]) -> pl.LazyFrame:
     """JSONL files as one table, each column of one type in all of them."""
-    scans = [pl.scan_ndjson(part, infer_schema_length=None) for part in parts]
-    if len(scans) == 1:
-        return scans[0]
-    schemas = [scan.collect_schema() for scan in scans]
+    schemas = [_schema_of(part) for part in parts]
     names = dict.fromkeys(name for schema in schemas for name in schema)
     common = {
         name: _common_type([each[name] for each in schemas if name in each]) for name in names
     }
     return pl.scan_ndjson(parts, schema=common)
+
+
+def _schema_of(part: str) -> Mapping[str, pl.DataType]:
+    """The types of the columns in one of the files: those that polars tells, unless it cannot read
+    kept values by them."""
+    scan, kept = pl.scan_ndjson(part, infer_schema_length=None), None
+    schema = dict[str, pl.DataType]()
+    with suppress(pl.exceptions.PolarsError):
+        schema |= scan.collect_schema()
+        names = [name for name in schema if name not in OUTPUT_COLUMNS]
+        kept = [name for name in names if schema[name] not in {pl.String, pl.Null}]
+        scan.select(pl.col(kept).null_count()).collect(engine="streaming")
+        return schema
+    return schema | _types_in(part, kept)
+
+
+def _types_in(part: str, names: Sequence[str] | None) -> dict[str, pl.DataType]:
+    """The types of these columns, or of all, by their values."""
+    forms = dict[str, object]()
+    for lines in pl.scan_lines(part).collect_batches():
+        for line in lines["line"]:
+            row = json.loads(line)
+            for name in row if names is None else names:
+                forms[name] = _form(forms.get(name), row.get(name))
+    return {name: _type_of(form) for name, form in forms.items()}
+
+
+_TEXT, _FLOAT, _MIXED = pl.String(), pl.Float64(), pl.String()
+_PLAIN = {str: _TEXT, bool: pl.Boolean(), float: _FLOAT}
+_NUMBERS = (pl.Int64(), pl.Int128(), _FLOAT)
+
+
+def _form(form: object, value: object) -> object:
+    """What is known of values once this one is seen too: the polars type of plain ones, a dict or
+    list of forms, None of nulls, or `_MIXED` where something in them is of several kinds."""
+    if value is None or form is _MIXED:
+        return form
+    if not isinstance(value, dict | list):
+        return _plain_form(form, value)
+    parts: Any = form if form is not None else type(value)()
+    if not isinstance(value, type(parts)):
+        return _MIXED
+    if isinstance(value, list):
+        inner = parts[0] if parts else None
+        for item in value:
+            inner = _form(inner, item)
+        parts[:] = [inner]
+        return _MIXED if inner is _MIXED else parts
+    for name, item in value.items():
+        parts[name] = _form(parts.get(name), item)
+        if parts[name] is _MIXED:
+            return _MIXED
+    return parts
+
+
+def _plain_form(form: object, value: object) -> object:
+    own: object = _PLAIN.get(type(value))
+    if own is None and isinstance(value, int):
+        num_bits = value.bit_length()
+        own = _MIXED if num_bits > 127 else _NUMBERS[num_bits > 63]
+    if form is None or form is own:
+        return own
+    numbers = [kind for kind in _NUMBERS if kind is form or kind is own]
+    return numbers[-1] if len(numbers) == 2 else _MIXED
+
+
+def _type_of(form: object) -> pl.DataType:
+    if isinstance(form, dict):
+        return pl.Struct({name: _type_of(item) for name, item in form.items()})
+    if isinstance(form, list):
+        return pl.List(_type_of(form[0]))
+    return form if isinstance(form, pl.DataType) else pl.Null()
 
 
 def _common_type(kinds: Sequence[pl.DataType]) -> pl.DataType:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -142,12 +143,23 @@ def _check_errors(errors: str) -> None:
 
 @asynccontextmanager
 async def _entered(up: AbstractContextManager[DaemonClient]) -> AsyncIterator[DaemonClient]:
-    """What starts and stops a deployment, in threads."""
-    client = await asyncio.to_thread(up.__enter__)
+    """What starts and stops a deployment, in a thread; of who is cancelled while it starts, the
+    thread stops it once it is up."""
+    thread = ThreadPoolExecutor(1)
+    entering = thread.submit(up.__enter__)
     try:
-        yield client
+        yield await asyncio.wrap_future(entering)
     finally:
-        await asyncio.shield(asyncio.to_thread(up.__exit__, None, None, None))
+        is_entered = entering.done()
+        leaving = thread.submit(_leave, up, entering)
+        thread.shutdown(wait=False)
+        if is_entered:
+            await asyncio.shield(asyncio.wrap_future(leaving))
+
+
+def _leave(up: AbstractContextManager[DaemonClient], entering: Future[DaemonClient]) -> None:
+    if not entering.cancelled() and entering.exception() is None:
+        up.__exit__(None, None, None)
 
 
 def _checked(number: int, answer: dict[str, Any], errors: str) -> dict[str, Any]:

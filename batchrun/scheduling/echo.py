@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from batchrun.scheduling.draft import LONG_PREFILL_TOKENS, MIN_CHUNK_TOKENS, Draft
 from batchrun.scheduling.fill import (
+    DecodeTurns,
     admit_followers,
     admit_in_order,
     computing_groups,
@@ -35,8 +36,6 @@ MAX_DRAFTS = 4
 """Long prefixes that one step chooses from."""
 PATIENCE_S = 10.0
 """Of the long prefixes, one that stood first for so long is begun before any other."""
-EARLY_STEPS = 256
-"""So many steps a new engine puts off no decodes: its model knows little of how steps add up."""
 
 Candidate = tuple[RequestView, PrefixHit]
 
@@ -62,14 +61,13 @@ class EchoPolicy:
         self._patience = Patience()
         self._head: RequestView | None = None
         self._head_since_s = 0.0
-        self._num_steps = 0
+        self._turns = DecodeTurns()
 
     def plan(self, view: EngineView) -> Plan:
         """The step to run after those in flight."""
-        self._num_steps += 1
         limits = self._queue.limits(view)
         draft = select(self.generate(view, limits))
-        decode_deferred(draft, limits.offline_s)
+        self._turns.put_off(decode_deferred(draft, limits.offline_s))
         self._patience.let_in([row for row in draft.admitted if row.is_offline], view.now_s)
         return draft.finish(self._queue.num_left_out)
 
@@ -82,8 +80,7 @@ class EchoPolicy:
             for request in still_running(draft):
                 draft.sit_out(request)
             return [draft]
-        is_early = self._num_steps <= EARLY_STEPS
-        continue_running(draft, limits.offline_s, can_defer=not is_early)
+        continue_running(draft, limits.offline_s, self._turns)
         drafts = self._admit_offline(draft, limits.offline_s) if has_room else [draft]
         if len(drafts) == 1 and drafts[0].tokens_left == view.token_budget:
             keep_alive(drafts[0], limits.offline_s)

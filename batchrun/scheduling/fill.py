@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from batchrun.scheduling.draft import CLOSING_TOKENS, MIN_CHUNK_TOKENS, Draft
 from batchrun.scheduling.draft import LONG_PREFILL_TOKENS as LONG
@@ -12,20 +12,54 @@ from batchrun.scheduling.worth import Victims
 
 MAX_TRIED = 64
 """Candidates whose prefix one step looks up."""
-DECODE_SHARE = 0.5
-"""Of the time that calls leave of a step rows that decode get this share while others have prompts
-to compute: the former read KV, the latter use arithmetic, and a GPU does both at once."""
-MOST_DEFERRED = 3
-"""Of so many rows that could decode at least one does."""
-ROOMY_SHARE = 0.3
+MEAN_STEPS = 200
+"""Over so many steps the rows that decode are averaged."""
+EARLY_STEPS = 512
+"""So many steps a new engine puts off no decodes: its model knows little of how steps add up."""
+ROOMY_SHARE = 0.4
 """Decodes are put off while this share of all blocks is free: rows keep theirs for longer."""
 LITTLE_MORE = 1.25
 """So many times as long as with the least work may a step take for which there is no time."""
 
 
-def continue_running(draft: Draft, limit_s: float, *, can_defer: bool = True) -> None:
-    """Offline requests that run already: decodes first, then prefills in order. With `can_defer`
-    decodes that take more than their share of the step are put off, see `decode_deferred`.
+class DecodeTurns:
+    """Which rows decode before the prompts of a step: as many as could in the steps before it, on
+    average, those that were put off first.
+
+    The rows of a document come to decode together. Decodes read KV, prompts use arithmetic, and a
+    GPU does both at once: so decodes are spread over the steps beside calls.
+    """
+
+    def __init__(self) -> None:
+        self._num_steps = 0
+        self._mean_rows = 0.0
+        self._put_off_at: dict[str, int] = {}
+
+    def first(self, draft: Draft, able: Sequence[RequestView]) -> Sequence[RequestView]:
+        """Those of rows that could decode which do so before prompts; once a step."""
+        self._num_steps += 1
+        self._mean_rows += (len(able) - self._mean_rows) / min(self._num_steps, MEAN_STEPS)
+        view, most = draft.view, math.ceil(self._mean_rows)
+        room_blocks = draft.free_blocks - draft.promised_blocks
+        is_roomy = room_blocks >= ROOMY_SHARE * view.total_blocks
+        can_wait = view.online_running and is_roomy and self._num_steps > EARLY_STEPS
+        if len(able) <= most or not can_wait:
+            return able
+        return sorted(able, key=self._turn)[:most]
+
+    def _turn(self, row: RequestView) -> int:
+        """When it was put off; calls without an answer in time come before all rows."""
+        return self._put_off_at.get(row.request_id, self._num_steps) if row.is_row else -1
+
+    def put_off(self, rows: Iterable[RequestView]) -> None:
+        """These are told not to decode in the step."""
+        turns = {row.request_id: self._turn(row) for row in rows}
+        self._put_off_at = turns
+
+
+def continue_running(draft: Draft, limit_s: float, turns: DecodeTurns) -> None:
+    """Offline requests that run already: decodes first, then prefills in order. Decodes whose turn
+    it is not are put off, see `decode_deferred`.
 
     Where none of them finds the blocks to go on, one gives way to the others, least loss first.
     """
@@ -35,15 +69,13 @@ def continue_running(draft: Draft, limit_s: float, *, can_defer: bool = True) ->
         Victims(draft).make_room(draft.free_blocks + 1)
         decodes, prefills = by_kind(still_running(draft))
         able = draft.with_blocks(decodes)
-    num = _decode_most(draft, able, _decode_limit_s(draft, limit_s) if can_defer else limit_s)
-    least = -(-len(able) // MOST_DEFERRED)
-    num += _decode_most(draft, able[num:least], limit_s)
-    if num < len(decodes):
-        going = set(map(id, able[:num]))
+    first = turns.first(draft, able)
+    going = set(map(id, first[: _decode_most(draft, first, limit_s)]))
+    if len(going) < len(decodes):
         for request in decodes:
             if id(request) not in going:
                 draft.sit_out(request)
-        draft.deferred = able[num:]
+        draft.deferred = [request for request in able if id(request) not in going]
     for request in prefills:
         computed = request.num_computed_tokens
         left = min(request.prefill_left_tokens, draft.room_tokens(request, computed))
@@ -85,20 +117,14 @@ def _decode_most(draft: Draft, requests: Sequence[RequestView], limit_s: float) 
     return num
 
 
-def _decode_limit_s(draft: Draft, limit_s: float) -> float:
-    """How long a step may take with decodes of rows, before their prompts."""
-    room_blocks = draft.free_blocks - draft.promised_blocks
-    if room_blocks < ROOMY_SHARE * draft.view.total_blocks or math.isinf(limit_s):
-        return limit_s
-    taken_s = draft.predicted_s()
-    return taken_s + DECODE_SHARE * (limit_s - taken_s)
-
-
-def decode_deferred(draft: Draft, limit_s: float) -> None:
-    """Let rows whose decodes were put off decode in the time that prompts have left."""
+def decode_deferred(draft: Draft, limit_s: float) -> Sequence[RequestView]:
+    """Let rows whose decodes were put off decode in the time that prompts have left; returns those
+    for which there is none."""
     left = draft.with_blocks([row for row in draft.deferred if not draft.caps[row.request_id]])
-    for row in left[: _decode_most(draft, left, limit_s)]:
+    num = _decode_most(draft, left, limit_s)
+    for row in left[:num]:
         del draft.caps[row.request_id]
+    return left[num:]
 
 
 def admit_in_order(

@@ -273,6 +273,24 @@ def test_the_page_comes_back_after_the_daemon(browser: Browser, rig: DeploymentR
     page.context.close()
 
 
+def test_a_person_logs_in_and_out(browser: Browser, tmp_path: Path) -> None:
+    keyed = DeploymentRig(tmp_path)
+    try:
+        keyed.use_fake_engine()
+        key = str(keyed.ask("keys", "create", "ops", "--role", "admin")["key"])
+        keyed.ask("up", "-d")
+        page = browser.new_context(base_url=f"http://127.0.0.1:{keyed.port}").new_page()
+        page.goto("/dashboard")
+        page.fill("#key", key)
+        page.click("button")
+        page.wait_for_selector("#view h1", timeout=PATIENCE_MS)
+        page.click("#log-out")
+        page.wait_for_selector("#key", timeout=PATIENCE_MS)
+        page.context.close()
+    finally:
+        keyed.close()
+
+
 def test_cancel_ends_the_job(page: Page, rig: DeploymentRig, job: str) -> None:
     page.goto("/dashboard/jobs")
     page.click(f"#cancel-{job}")

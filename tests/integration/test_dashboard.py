@@ -28,6 +28,7 @@ class Visitor:
 
     def __init__(self, port: int) -> None:
         self._http = RawHttp(port)
+        self._own = f"http://127.0.0.1:{port}"
         self.cookie: str | None = None
 
     def call(
@@ -48,8 +49,15 @@ class Visitor:
         assert reply.status == 200, (path, reply.status, reply.body[:300])
         return reply.body.decode()
 
+    def submit(self, page: str, path: str, form: dict[str, str]) -> Reply:
+        """A page's own form, with the `Origin` that the page's referrer policy has a browser
+        send."""
+        is_hidden = self.call("GET", page).headers["referrer-policy"] == "no-referrer"
+        origin = "null" if is_hidden else self._own
+        return self.call("POST", path, form, Origin=origin, Sec_Fetch_Site="same-origin")
+
     def log_in(self, key: str) -> Reply:
-        reply = self.call("POST", "/login", {"key": key})
+        reply = self.submit("/login", "/login", {"key": key})
         if reply.status == 303:
             self.cookie = reply.headers["set-cookie"].split(";")[0]
         return reply
@@ -231,6 +239,16 @@ def test_a_session_is_a_strict_cookie_that_holds_no_key(
     held = str(visitor.cookie)
     visitor.cookie = held[:-1] + ("0" if held[-1] != "0" else "1")
     assert visitor.call("GET", "/jobs").status == 303
+
+
+def test_a_person_logs_in_and_out_with_the_forms_of_the_page(
+    keyed: tuple[DeploymentRig, dict[str, str]],
+) -> None:
+    visitor = Visitor(keyed[0].port)
+    assert visitor.log_in(keyed[1]["ops"]).status == 303
+    reply = visitor.submit("/jobs", "/logout", {})
+    assert (reply.status, reply.headers["location"]) == (303, "/dashboard/login")
+    assert 'batchrun_session=""' in reply.headers["set-cookie"]
 
 
 def test_a_cookie_of_odd_bytes_is_no_session(

@@ -65,6 +65,46 @@ def test_the_figures_say_what_rows_share(cli: Cli) -> None:
     assert found["rows_tokenised"] == 0
 
 
+BATCH_FILE = """\
+name: batch
+input: {path: batch.jsonl, format: openai-batch}
+output: {path: out.jsonl}
+"""
+
+
+@pytest.mark.parametrize(
+    ("fields", "groups"),
+    [
+        ([{}, {}], 1),
+        ([{}, {"model": "default"}], 1),
+        ([{"cache_salt": "a"}, {"cache_salt": "b"}], 2),
+        ([{}, {"cache_salt": "b"}], 2),
+        ([{"model": "a"}, {"model": "b"}], 2),
+    ],
+)
+def test_rows_share_nothing_across_models_and_cache_salts(
+    cli: Cli, tmp_path: Path, fields: list[dict[str, str]], groups: int
+) -> None:
+    """Ten rows with the same long prompt, and in turn with these fields."""
+    messages = [{"role": "user", "content": "The same long document. " * 100}]
+    lines = [
+        {
+            "custom_id": f"row-{row}",
+            "method": "POST",
+            "url": "/v1/chat/completions",
+            "body": {"messages": messages, **fields[row % 2]},
+        }
+        for row in range(10)
+    ]
+    (tmp_path / "batch.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "batch.yaml").write_text(BATCH_FILE)
+    found = figures(cli, "batch.yaml")
+
+    assert (found["prefix_groups"], found["key_portions"]) == (groups, groups)
+    assert found["best_hit_rate"] == pytest.approx(1 - groups / 10, abs=0.02)
+    assert len(found["order"]) == groups
+
+
 def test_the_order_says_what_runs_first_and_how_it_begins(cli: Cli) -> None:
     order = figures(cli, "job.yaml")["order"]
 

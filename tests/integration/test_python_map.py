@@ -23,12 +23,15 @@ from kill_rig import wait_until
 from pydantic import BaseModel
 
 import batchrun
+from batchrun.control.client import DaemonClient
+from batchrun.control.following import views
 from batchrun.control.lending import deployment_up
 from batchrun.errors import DataError, InputError, JobSpecError, RowsFailedError, StateError
 from batchrun.files import try_lock
 from batchrun.home import Home
 from batchrun.store import jobs
 from batchrun.store.database import open_store
+from batchrun.types import OFFLINE_OFF
 
 ASK = "Classify: {{ text }}"
 TEXTS = [f"review {i}" for i in range(12)]
@@ -242,6 +245,25 @@ def test_a_job_that_is_paused_goes_on_when_it_is_waited_for(
 
         assert again.id == job.id
         assert again.wait(progress=False).status()["num_completed"] == 2
+
+
+def test_who_follows_a_job_is_told_once_that_offline_work_is_off(
+    rig: DeploymentRig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(rig.folder)
+    rig.write_rows(["one", "two"])
+    rig.ask("offline", "off")
+    try:
+        job = batchrun.submit(rig.write_job(), home=rig.home, progress=False)
+        looks = views(DaemonClient(job.home), job.id)
+        while next(looks)["stage"] != OFFLINE_OFF:
+            pass
+        next(looks)
+    finally:
+        rig.ask("offline", "on")
+
+    assert capsys.readouterr().err.count(f"{job.id} {OFFLINE_OFF}\n") == 1
+    assert [*looks][-1]["num_completed"] == 2
 
 
 SHARED_OUTPUT = """\

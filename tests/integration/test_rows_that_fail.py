@@ -24,6 +24,21 @@ def test_a_row_with_a_bad_template_value_fails_and_the_job_goes_on(rig: Deployme
     assert rig.ask("errors", job)["errors"][0]["row"] == 1
 
 
+def test_a_row_with_a_number_that_json_cannot_say_fails_and_the_job_goes_on(
+    rig: DeploymentRig,
+) -> None:
+    rig.use_fake_engine()
+    power = "(10 ** 64) ** (text | int)"
+    seed = f'"{{{{ ({power}) * ({power}) }}}}"'
+    job_file = JOB_FILE.replace("temperature: 0", f"temperature: 0, seed: {seed}")
+    job = rig.submit_rows("0", "64", "0", job=job_file)
+
+    view = rig.wait_until_ended(job)
+
+    assert (view["state"], view["num_completed"], view["num_failed"]) == ("completed", 2, 1)
+    assert "not valid JSON" in str(rig.output()[1]["error"])
+
+
 @pytest.mark.slow
 def test_twenty_identical_errors_pause_the_job(rig: DeploymentRig) -> None:
     rig.use_fake_engine(rules=[{"match": {}, "action": {"status": 400}}])

@@ -221,3 +221,9 @@ def test_an_image_counts_with_its_size_and_not_with_its_bytes(tmp_path: Path) ->
     lines = check(tmp_path, jsonl(body(messages=content)))
     assert len(raw) / 4 > 10_000
     assert 100 < lines.num_tokens < 200
+
+
+def test_an_image_on_the_web_counts_as_one_of_usual_size(tmp_path: Path) -> None:
+    content = image_body(*["https://images.example.com/a.jpg"] * 10)["messages"]
+    lines = check(tmp_path, jsonl(body(messages=content)))
+    assert 10 * 640 * 480 // 28**2 < lines.num_tokens < 5_000

@@ -19,6 +19,7 @@ import pytest
 import pytest_asyncio
 from aiohttp import web
 from aiohttp.test_utils import make_mocked_request
+from fastapi import FastAPI
 from job_builders import make_tree_job
 from starlette.exceptions import HTTPException
 from store_builders import add_batch
@@ -34,9 +35,15 @@ from batchrun.engine.engine import AttachedEngine
 from batchrun.engine.sockets import EngineSockets
 from batchrun.errors import NotLeadingError, StoreUnreachableError
 from batchrun.hints import SloBounds
-from batchrun.home import Home
+from batchrun.home import GATEWAY_HEADER, Home
 from batchrun.jobs.batch import new_batch_job
-from batchrun.server.api.errors import STANDS_BY, Caller, for_strangers
+from batchrun.server.api.errors import (
+    STANDS_BY,
+    Caller,
+    Callers,
+    for_strangers,
+    install_error_handlers,
+)
 from batchrun.server.api.picture import Status
 from batchrun.server.api.standby import LocalServer, Standby, make_app
 from batchrun.server.api.upload import Transfers
@@ -70,6 +77,7 @@ from batchrun.server.web.pages import (
     MAX_STREAMS_OF_USERS,
     Pages,
     Tokens,
+    dashboard_router,
     render,
 )
 from batchrun.server.web.sight import VIEWS, Sight
@@ -79,7 +87,15 @@ from batchrun.store.api_keys import MAX_COUNT, NO_LIMITS, KeyLimits, KeyUsage, N
 from batchrun.store.batches import NewBatch
 from batchrun.store.database import open_store
 from batchrun.store.jobs import Counts, JobRecord
-from batchrun.types import DEFAULT_MODEL, EnginePhase, JobState, Outcome, OutcomeKind, RowError
+from batchrun.types import (
+    DEFAULT_MODEL,
+    OFFLINE_OFF,
+    EnginePhase,
+    JobState,
+    Outcome,
+    OutcomeKind,
+    RowError,
+)
 from batchrun.wire import CostTelemetry, FeltCalls, KvTelemetry, Telemetry
 
 NOW_S = 1_700_000_000.0
@@ -287,6 +303,65 @@ async def test_a_job_without_an_engine_says_so_or_what_it_waits_for(sight: Sight
     sight.daemon.slots = slots[::2]
     large.engine.state = EnginePhase.FAILED
     assert (await sight.status.job(record.id))["engine_failure"] == why
+
+
+async def test_no_output_is_given_as_that_of_an_earlier_job(sight: Sight) -> None:
+    store, home = sight.daemon.store, sight.home
+    output = home.path / "out.jsonl"
+    output.write_text('{"response": "of the last job"}\n')
+    spec = json.dumps({"output": {"path": str(output)}})
+    for job_id, now_s in (("job_first", 2.0), ("job_last", 3.0)):
+        jobs.create(store, jobs.NewJob("n", spec, "{}", "hash", 1, id=job_id), now_s=1.0)
+        jobs.start(store, job_id, now_s=now_s)
+        jobs.begin_finalizing(store, job_id, JobState.COMPLETED, now_s=now_s)
+        jobs.finish(store, job_id, now_s=now_s)
+    app = FastAPI()
+    install_error_handlers(app)
+    pages = Pages(sight, cast(Desk, None), Transfers("downloads", 1))
+    app.include_router(dashboard_router(pages, sight, Callers(store, "secret")))
+
+    transport = httpx.ASGITransport(app)
+    headers = {GATEWAY_HEADER: "secret"}
+    async with httpx.AsyncClient(transport=transport, base_url=NOWHERE, headers=headers) as page:
+        first, last = [
+            await page.get(f"/dashboard/jobs/{job_id}/output")
+            for job_id in ("job_first", "job_last")
+        ]
+        links = [
+            "Download" in (await page.get(f"/dashboard/jobs/{job_id}")).text
+            for job_id in ("job_first", "job_last")
+        ]
+
+    assert first.status_code == 409 and "is where job_last wrote its output later" in first.text
+    assert last.text == output.read_text()
+    assert links == [False, True]
+
+
+async def test_a_job_that_would_run_while_offline_work_is_off_says_so(sight: Sight) -> None:
+    store, stages = sight.daemon.store, []
+    record = jobs.create(store, jobs.NewJob("n", "{}", "{}", "hash", 1), now_s=1.0)
+
+    async def see(*, is_on: bool) -> None:
+        sight.daemon.dispatcher.is_offline_on = is_on
+        stages.append((await sight.status.job(record.id))["stage"])
+
+    await see(is_on=False)
+    jobs.start(store, record.id, now_s=2.0)
+    await see(is_on=True)
+    await see(is_on=False)
+    jobs.request_cancel(store, record.id, now_s=3.0)
+    await see(is_on=False)
+
+    line = "waiting: offline work is off (`batchrun offline on`)"
+    assert stages == [None, None, line, None]
+
+
+async def test_a_user_key_is_told_whole_that_offline_work_is_off(sight: Sight) -> None:
+    job = add_batch_of_user(sight)
+    jobs.start(sight.daemon.store, job.id, now_s=2.0)
+    sight.daemon.dispatcher.is_offline_on = False
+
+    assert (await sight.job(USER, job.id))["job"]["stage"] == OFFLINE_OFF
 
 
 class SlotsLookedAt(list[Slot]):

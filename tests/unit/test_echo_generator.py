@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 from typing import Any
 
 import pytest
@@ -23,18 +23,19 @@ from echo_views import (
 
 from batchrun.estimator.step_time import LinearModel
 from batchrun.scheduling.draft import MIN_CHUNK_TOKENS
-from batchrun.scheduling.echo import EARLY_STEPS, EchoOptions, EchoPolicy
-from batchrun.scheduling.fill import LITTLE_MORE
+from batchrun.scheduling.echo import EchoOptions, EchoPolicy
+from batchrun.scheduling.fill import EARLY_STEPS, LITTLE_MORE
 from batchrun.scheduling.online_queue import ArrivalOrder
 from batchrun.scheduling.view import EngineView, Plan, RequestView
 
 
-def later_plan_of(engine: EngineView) -> Plan:
-    """What a policy plans that has seen many steps."""
+def later_plans_of(*engines: EngineView, mean_rows: int) -> list[Plan]:
+    """What a policy plans one after another, that has seen so many rows decode in many steps."""
     policy = EchoPolicy(EchoOptions(), ArrivalOrder())
+    usual = late_engine(*[decoding_row(f"row {i}") for i in range(mean_rows)])
     for _ in range(EARLY_STEPS):
-        policy.plan(view())
-    return policy.plan(engine)
+        policy.plan(usual)
+    return [policy.plan(engine) for engine in engines]
 
 
 def late_engine(*rows: RequestView, **fields: Any) -> EngineView:
@@ -159,44 +160,57 @@ def test_rows_that_decode_go_on_before_rows_that_read() -> None:
     assert plan.caps == {"row 1": 32}
 
 
-def test_decodes_of_rows_leave_prompts_half_of_the_time_that_calls_do() -> None:
-    """A step of 25 ms, and a token of each row takes 0.1 ms."""
+def test_no_more_rows_decode_before_prompts_than_did_of_late() -> None:
+    """In a step of 25 ms that of 100 rows and one takes a token of 0.1 ms each."""
     rows = [decoding_row(f"row {i}") for i in range(200)]
     engine = late_engine(*rows, prefilling_row("last", prompt=3_000, left=2_000))
 
-    plan = later_plan_of(engine)
+    (plan,) = later_plans_of(engine, mean_rows=100)
 
-    assert plan.caps == {f"row {i}": 0 for i in range(124, 200)} | {"last": 125}
+    assert plan.caps == {f"row {i}": 0 for i in range(101, 200)} | {"last": 148}
     assert plan.predicted_s == pytest.approx(0.025, abs=1e-6)
     assert plan_of(engine).caps == {"last": 49}
 
 
-def test_a_third_of_the_decodes_go_on_before_prompts_whatever_their_share() -> None:
-    """Calls leave 9.9 ms, half of which is for 49 rows."""
-    rows = [decoding_row(f"row {i}") for i in range(180)]
-    read = prefilling_call("call 2", prompt=400, left=150)
-    engine = late_engine(read, *rows, prefilling_row("last", prompt=3_000, left=2_000))
+def test_rows_that_were_put_off_decode_in_the_next_step() -> None:
+    rows = [decoding_row(f"row {i}") for i in range(200)]
+    engine = late_engine(*rows, prefilling_row("last", prompt=3_000, left=2_000))
 
-    plan = later_plan_of(engine)
+    first, second = later_plans_of(engine, engine, mean_rows=100)
 
-    assert plan.caps == {f"row {i}": 0 for i in range(60, 180)} | {"call 2": 150, "last": 39}
+    assert first.caps.keys() - second.caps.keys() == {f"row {i}" for i in range(101, 200)}
+    assert second.caps == {f"row {i}": 0 for i in range(2, 101)} | {"last": 148}
+
+
+def test_flex_calls_and_rows_of_an_engine_without_calls_are_never_put_off() -> None:
+    rows = [decoding_row(f"row {i}") for i in range(200)]
+    read = prefilling_row("last", prompt=3_000, left=2_000)
+    flex = decoding_row("flex", is_row=False)
+    alone = replace(late_engine(*rows, read), online_running=[])
+
+    beside, without = later_plans_of(late_engine(*rows, flex, read), alone, mean_rows=100)
+
+    assert "flex" not in beside.caps and "row 100" in beside.caps
+    assert without.caps.keys() == {"last"}
 
 
 def test_decodes_of_rows_take_what_prompts_leave() -> None:
     rows = [decoding_row(f"row {i}") for i in range(200)]
+    reads = late_engine(*rows, prefilling_row("last", left=40))
+    comes = late_engine(*rows, waiting=[row("last", prompt=90)])
 
-    assert later_plan_of(late_engine(*rows)).caps == {}
-    reads = later_plan_of(late_engine(*rows, prefilling_row("last", left=40)))
-    assert reads.caps == {"last": 40}
-    waits = later_plan_of(late_engine(*rows, waiting=[row("last", prompt=90)]))
-    assert waits.caps == {f"row {i}": 0 for i in range(159, 200)} | {"last": 90}
+    without, beside, before = later_plans_of(late_engine(*rows), reads, comes, mean_rows=50)
+
+    assert without.caps == {}
+    assert beside.caps == {"last": 40}
+    assert before.caps == {f"row {i}": 0 for i in range(159, 200)} | {"last": 90}
 
 
 def test_decodes_of_rows_come_first_where_their_blocks_are_wanted() -> None:
     rows = [decoding_row(f"row {i}") for i in range(200)]
     reading = prefilling_row("last", prompt=3_000, left=2_000)
 
-    plan = later_plan_of(late_engine(*rows, reading, free_blocks=2_900))
+    (plan,) = later_plans_of(late_engine(*rows, reading, free_blocks=2_900), mean_rows=100)
 
     assert plan.caps == {"last": 49}
 

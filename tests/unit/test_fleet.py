@@ -22,6 +22,7 @@ from aiohttp import web
 from sqlalchemy import create_engine, make_url
 
 from batchrun.config import load_deployment
+from batchrun.control.starting import stop_everything
 from batchrun.daemon.engine_link import EngineLink, Slot
 from batchrun.daemon.fleets import SIZE_PREFIX, Fleets, empty
 from batchrun.engine import ray
@@ -459,6 +460,17 @@ def test_what_an_earlier_daemon_heard_makes_no_replica_outdated(tmp_path: Path) 
     fleet = RayFleet(settings, (), seen=seen, log_path=tmp_path / "log")
 
     assert not fleet.outdated and fleet.with_a_place == {"fleet-1"}
+
+
+async def test_a_fleet_is_ended_also_from_a_cell_of_a_notebook(tmp_path: Path) -> None:
+    """A loop runs there."""
+    home, settings = Home(tmp_path), FleetSettings("fleet", "auto", "0", 1, 1)
+    home.create()
+    seen = home.fleet("fleet")
+    seen.write_bytes(msgspec.json.encode(FleetMemory(settings, FleetReport())))
+
+    assert stop_everything(home) == ["fleet fleet"]
+    assert not seen.exists()
 
 
 def test_a_replica_whose_actor_says_nothing_counts_and_ends_no_call(tmp_path: Path) -> None:

@@ -28,8 +28,8 @@ whose number follows the calls (3), an engine apart from the way to its agent, c
 the daemon apart from those for engines, the peak of a trace (3), jobs that wait for cheap
 hours, orders to the leader of a database (2), outputs of many files, calls that gateways of all
 daemons count, and which numbers of engines a planner tries."""
-MAX_LINES = 67_338
-"""26,695 more for these, for groups by key portion and rows over engines by speed, several models,
+MAX_LINES = 67_803
+"""27,160 more for these, for groups by key portion and rows over engines by speed, several models,
 a planner that sizes on several draws, bounds on what callers and engines send and hold, and
 daemons that stand by, deployments that calls at once share, processes that watch their parents,
 turns for images, places in a cache of data sets, what is cached of waiting calls, answers by class,
@@ -53,7 +53,8 @@ quotes, rows that wait at an engine's door, choices of a row, hosts of images th
 of a thousand jobs, rows that leave sick engines, numbers of fleets in the store, what one model's
 engines lack, replicas that cannot start, processes that fork, what steps take without rows in the
 engine, ETAs of fleets that change, words that are written as numbers, errors in any coding, and how
-little few calls tell of their rate, and decodes that wait for prompts."""
+little few calls tell of their rate, decodes that wait for prompts, values that columns change,
+bodies in flight, and pictures of many parts."""
 MAX_SHORT_FILES = 25
 SHORT_LINES = 80
 LONGEST_LINES = 500
@@ -70,8 +71,8 @@ gateways and workers, routers in the simulator and beside a job, what routers fo
 kills in a fleet of real engines beside calls; a job of 20 million rows, one of a million long ones;
 a plan of 64 engines; routers beside a job under other settings of the scheduler, ports that no
 two tests get, and callers that wait for no core."""
-MAX_MANUAL_WORDS = 46_014
-"""15,109 more: what rows may cost calls, which engine a call goes to, Python, the page, engines on
+MAX_MANUAL_WORDS = 46_065
+"""15,160 more: what rows may cost calls, which engine a call goes to, Python, the page, engines on
 other machines, orders of calls, rows over engines, time limits, limits of keys, attacks and their
 tests, uploads, `on_done`, why a call went where it went, fleets and how to deploy,
 what callers feel, calls that would be late, AccelGen's and LARRY's figures, fleets
@@ -81,8 +82,8 @@ kinds in a simulation, routing beside a job by the dial, figures of a second
 machine, days of the tide, an upgrade of several daemons, what would leave replicas behind, what
 containers and units need, replicas of a database that
 lack commits, what stands still, what a backup that is put back does not list, two hours of a
-trace beside jobs, calls that pass rows at an engine's door, what waiting jobs continue, and which
-model rows get that name none."""
+trace beside jobs, calls that pass rows at an engine's door, what waiting jobs continue, which
+model rows get that name none, and bodies in flight."""
 README_FIRST_SCREEN_LINES = 60
 MAX_FILES_ON_WAY = {"row": 40, "call": 10, "step": 22, "batch": 24}
 

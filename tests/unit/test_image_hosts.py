@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 import threading
 from collections.abc import AsyncIterator
@@ -67,15 +68,41 @@ def test_there_are_forty_of_them() -> None:
         ("::127.0.0.1", False),
         ("64:ff9b::7f00:1", False),
         ("2002:7f00:1::", False),
+        ("64:ff9b:1::7f00:1", False),
+        ("fec0::1", False),
+        ("5f00::1", False),
+        ("3fff::1", False),
     ],
 )
 def test_an_address_is_public_with_all_that_it_holds(address: str, public: bool) -> None:  # noqa: FBT001
     assert is_public(ip_address(address)) is public
 
 
-@pytest.mark.parametrize("entry", ["", "http://a", "a/b", "user@a", "a:x", "a?b", "a b"])
+NO_HOSTS = [
+    "",
+    "http://a",
+    "a/b",
+    "user@a",
+    "a:x",
+    "a?b",
+    "a b",
+    "a:0",
+    "a:1:2",
+    "a#b",
+    "a,b",
+    ".a",
+]
+
+
+@pytest.mark.parametrize("entry", NO_HOSTS)
 def test_what_is_no_host_is_refused(entry: str) -> None:
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match=rf"^'{re.escape(entry)}' is not HOST or HOST:PORT$"):
+        checked_host(entry)
+
+
+@pytest.mark.parametrize("entry", ["*", "*.example.com", "images-*.example.com:443"])
+def test_a_pattern_of_hosts_is_refused(entry: str) -> None:
+    with pytest.raises(ValueError, match="no pattern of hosts is possible: name each"):
         checked_host(entry)
 
 
@@ -87,6 +114,9 @@ def test_what_is_no_host_is_refused(entry: str) -> None:
         ("images.example.com:8080", "http://images.example.com:8080/a.png"),
         ("10.0.0.1", "http://10.0.0.1/a.png"),
         ("::1", "http://[0:0::1]/a.png"),
+        ("[::1]:8080", "http://[::1]:8080/a.png"),
+        ("image_host", "http://image_host/a.png"),
+        ("bücher.example", "http://xn--bcher-kva.example/a.png"),
     ],
 )
 def test_a_listed_host_is_allowed(entry: str, url: str) -> None:
@@ -248,6 +278,31 @@ async def test_a_request_may_name_so_many_images(host: Host) -> None:
     with pytest.raises(ImageError, match="64 images"):
         await fill(urls, [f"127.0.0.1:{host.port}"])
     assert host.asked == []
+
+
+async def test_an_image_counts_as_often_as_the_request_names_it(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("batchrun.media.fetching.MAX_REQUEST_BYTES", 3 * len(PICTURE) - 1)
+    fetcher = ImageFetcher(ImageHosts([f"127.0.0.1:{host.port}"]))
+    url, heard = host.url("a.png"), list[int]()
+    await fetcher.filled(image_body(url, url), on_bytes=heard.append)
+    assert sum(heard) == 2 * len(PICTURE)
+    with pytest.raises(ImageError, match="together, each as often as it is named"):
+        await fetcher.filled(image_body(url, url, url))
+    await fetcher.close()
+
+
+async def test_a_deep_request_gets_its_images(host: Host) -> None:
+    nested: list[object] = []
+    for _ in range(5_000):
+        nested = [nested]
+    fetcher = ImageFetcher(ImageHosts([f"127.0.0.1:{host.port}"]))
+    body = image_body(host.url("a.png"))
+    body["messages"].append(nested)
+    filled = await fetcher.filled(body)
+    await fetcher.close()
+    assert [url for _, url in media_urls(filled)] == [data_url_of(PICTURE)]
 
 
 async def test_of_each_owner_a_few_rows_wait_for_images_and_their_jobs_rest(host: Host) -> None:

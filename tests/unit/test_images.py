@@ -5,11 +5,13 @@ from __future__ import annotations
 import io
 import os
 import resource
+import struct
+import zlib
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from image_builders import bomb, data_url_of, image_body, picture
+from image_builders import bomb, data_url_of, image_body, picture, png
 from PIL import Image
 
 from batchrun.files import allow_many_open_files
@@ -25,6 +27,7 @@ from batchrun.jobs.prompts.tokens import PromptReader
 from batchrun.jobs.spec import JobSpec
 from batchrun.media.images import (
     IMAGE_LIMIT_BYTES,
+    MAX_CHUNKS,
     ImageError,
     check_media,
     media_urls,
@@ -44,6 +47,17 @@ def template_of(path: Path, messages: object, column: str) -> RequestTemplate:
     return RequestTemplate(JobSpec.model_validate(document), [column], model="m")
 
 
+def jpeg_with(marker: bytes, data: bytes) -> bytes:
+    """A picture with 20 such segments before its own."""
+    raw = picture(kind="JPEG", size=(40, 30))
+    return raw[:2] + (b"\xff" + marker + struct.pack(">H", len(data) + 2) + data) * 20 + raw[2:]
+
+
+def test_a_jpeg_may_have_much_that_no_decoder_takes_apart() -> None:
+    for marker, data in ((b"\xe2", b"ICC_PROFILE\0"), (b"\xe1", b"http://"), (b"\xfe", b"Exif")):
+        assert read_image(jpeg_with(marker, data + bytes(60_000))).width == 40
+
+
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF"])
 def test_an_image_of_a_known_format_is_read(kind: str) -> None:
     image = read_image(picture(kind=kind, size=(40, 30)))
@@ -58,11 +72,12 @@ UPRIGHT[0x0112] = 6
 @pytest.mark.parametrize(
     ("exif", "size"), [(UPRIGHT, (30, 40)), (b"Exif\0\0garbage header", (40, 30))]
 )
+@pytest.mark.parametrize("kind", ["JPEG", "WEBP"])
 def test_a_picture_taken_upright_has_its_sides_swapped_where_that_can_be_read(
-    exif: Image.Exif | bytes, size: tuple[int, int]
+    kind: str, exif: Image.Exif | bytes, size: tuple[int, int]
 ) -> None:
     file = io.BytesIO()
-    Image.new("RGB", (40, 30)).save(file, "JPEG", exif=exif, dpi=(72, 72))
+    Image.new("RGB", (40, 30)).save(file, kind, exif=exif, dpi=(72, 72))
     image = read_image(file.getvalue())
     assert (image.width, image.height) == size
 
@@ -77,11 +92,47 @@ def test_a_picture_taken_upright_has_its_sides_swapped_where_that_can_be_read(
         (bomb(20_000, 20_000), "64 million pixels"),
         (bomb(9_000, 9_000), "64 million pixels"),
         (bytes(IMAGE_LIMIT_BYTES + 1), "over 32 MiB"),
+        (png(4, 5, *[(b"teXt", b"")] * MAX_CHUNKS), "over 50,000 chunks"),
+        (png(4, 5, *[(b"iCCP", b"a\0\0" + zlib.compress(b""))] * 17), "over 16 colour profiles"),
+        (b"\xff\xd8" + b"\xff\xfe\x00\x02" * 8_000_000, "over 2,000 segments"),
+        (b"\xff\xd8" + b"\xff\xfd" * 16_000_000, "over 2,000 segments"),
+        (b"\xff\xd8" + bytes(IMAGE_LIMIT_BYTES - 2), "broken"),
+        (jpeg_with(b"\xe1", b"Exif\0\0" + bytes(60_000)), "over 1 MiB of EXIF"),
+        (jpeg_with(b"\xed", b"Photoshop 3.0\0" + bytes(60_000)), "over 1 MiB of EXIF"),
+        (jpeg_with(b"\xdb", bytes(65 * 900)), "over 1 MiB of EXIF or tables"),
+        (b"\xff\xd8" + b"\xff" * 300_000, "over 200,000 parts"),
+        (b"GIF89a" + bytes(7) + b"!\xfe\1x\0" * 200_000, "over 200,000 parts"),
     ],
 )
 def test_what_is_no_image_or_too_large_a_one_is_refused(raw: bytes, problem: str) -> None:
     with pytest.raises(ImageError, match=problem):
         read_image(raw)
+
+
+@pytest.mark.parametrize("kind", ["TIFF", "WEBP"])
+def test_tags_that_a_decoder_would_be_long_at_are_refused(kind: str) -> None:
+    tags = Image.Exif()
+    tags[0x9999], tags[0x999A] = bytes(600_000), tuple(range(10**9, 10**9 + 60_000))
+    short, long = io.BytesIO(), io.BytesIO()
+    Image.new("RGB", (4, 5)).save(short, kind, exif=tags)
+    tags[0x999A] = tuple(range(10**9, 10**9 + 120_000))
+    Image.new("RGB", (4, 5)).save(long, kind, exif=tags)
+    assert read_image(short.getvalue()).width == 4
+    with pytest.raises(ImageError, match=r"of EXIF|of numbers in one tag"):
+        read_image(long.getvalue())
+
+
+def test_a_png_whose_pixels_go_on_in_what_is_no_chunk_is_refused() -> None:
+    pixels = zlib.compress(bytes((1 + 3 * 4) * 5), level=0)
+    whole, broken = [
+        png(4, 5, (b"IDAT", pixels[:30]), (kind, pixels[30:]))
+        for kind in (b"IDAT", b"I\x12\x12\x12")
+    ]
+    assert read_image(whole).width == read_image(whole[:-40]).width == 4
+    with pytest.raises(SyntaxError, match="broken PNG"):
+        Image.open(io.BytesIO(broken)).load()
+    with pytest.raises(ImageError, match="no chunk of a PNG follows its pixels; save it again"):
+        read_image(broken)
 
 
 @pytest.mark.parametrize(
@@ -182,6 +233,20 @@ def test_other_images_end_what_rows_share() -> None:
     one, other = keys_of(first, second), keys_of(first, third)
     shared = next(at for at, (a, b) in enumerate(zip(one, other, strict=True)) if a != b)
     assert num_image_tokens(one[:shared]) == ImageTokens().count(280, 280) - 1
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{"mm_processor_kwargs": {"max_pixels": 9}}, {"media_io_kwargs": {"image": {"rgba": 1}}}],
+)
+def test_an_image_that_is_read_in_another_way_is_another(how: dict[str, object]) -> None:
+    url = data_url_of(picture(size=(280, 280)))
+    usual, other, same, unset = (
+        PromptReader().text(image_body(url) | each)
+        for each in ({}, how, {**how}, dict.fromkeys(how))
+    )
+    assert usual == unset and other == same
+    assert usual != other and show_images(usual) == show_images(other)
 
 
 def test_an_image_counts_its_tokens_in_the_text() -> None:

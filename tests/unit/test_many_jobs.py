@@ -9,6 +9,7 @@ from itertools import count
 from pathlib import Path
 
 import pytest
+from sqlalchemy import update
 from store_builders import add_batch, answered, execute, refused
 
 from batchrun.cli import results as commands
@@ -24,6 +25,7 @@ from batchrun.store.batches import NewBatch
 from batchrun.store.database import Store, open_store
 from batchrun.store.jobs import JobRecord, NewJob
 from batchrun.store.retention import remove_results
+from batchrun.store.schema import jobs as table
 from batchrun.types import JobState
 
 CHAT = "/v1/chat/completions"
@@ -118,6 +120,29 @@ def test_an_output_that_a_later_job_replaced_is_not_told_as_an_earlier_one_s(
     with pytest.raises(StateError, match=line):
         commands.results(first, output=None, partial=False, home=home, as_json=False)
     assert Job(last, home).results().collect().height == 1
+
+
+@pytest.mark.parametrize("name", ["out_1%.jsonl", 'a"\\é/ü.jsonl', "ü", "\x7f\n"])
+@pytest.mark.parametrize("is_ascii", [True, False])
+def test_of_later_jobs_only_those_of_the_same_output_are_read(
+    store: Store, name: str, *, is_ascii: bool
+) -> None:
+    def end(job_id: str, path: str, now_s: float) -> JobRecord:
+        spec = json.dumps({"output": {"path": path}}, ensure_ascii=is_ascii)
+        jobs.create(store, NewJob("n", spec, "{}", "hash", 1, id=job_id), now_s=1.0)
+        jobs.start(store, job_id, now_s=now_s)
+        jobs.begin_finalizing(store, job_id, JobState.COMPLETED, now_s=now_s)
+        return jobs.finish(store, job_id, now_s=now_s)
+
+    first = end("job_first", f"/data/{name}", 2.0)
+    end("job_other", "/other/out1.jsonl", 4.0)
+    with store.write() as connection:
+        connection.execute(update(table).where(table.c.id == "job_other").values(spec="{"))
+    results.refuse_replaced(store, first)
+    end("job_later", f"/data/{name}", 3.0)
+
+    with pytest.raises(StateError, match="job_later wrote its output later"):
+        results.refuse_replaced(store, first)
 
 
 def test_why_rows_without_ids_failed_is_told_without_their_input(

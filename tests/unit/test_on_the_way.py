@@ -5,21 +5,32 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
 import pytest
 from job_builders import make_tree_job
 from msgspec.structs import replace
 
 from batchrun.daemon.dispatch import Assigner
 from batchrun.daemon.engine_link import SCHEDULER_WINDOW, EngineLink, Slot
-from batchrun.daemon.in_flight import ARRIVED_S, ON_THE_WAY_TOKENS, EngineSlot
+from batchrun.daemon.in_flight import (
+    ARRIVED_S,
+    MAX_BODIES_BYTES,
+    ON_THE_WAY_TOKENS,
+    Assignment,
+    EngineSlot,
+    LargeBodies,
+    memory_bytes,
+)
 from batchrun.daemon.job import ActiveJob
 from batchrun.engine.command import AttachedSettings
 from batchrun.engine.engine import AttachedEngine
 from batchrun.engine.sockets import EngineSockets
 from batchrun.pool.row_queue import Window
+from batchrun.types import Usage
 from batchrun.wire import ClassTelemetry, Telemetry
 
 CHUNK_TOKENS = 64
@@ -111,6 +122,72 @@ def test_a_row_of_many_tokens_makes_its_tick_longer() -> None:
 
     assert window.opens_at_s(1, 0.2) == pytest.approx(0.4)
     assert window.opens_at_s(1, 0.5) == 0.5
+
+
+def test_jobs_with_large_bodies_rest_while_these_take_all_room_and_others_go_on() -> None:
+    assigner: Assigner[ActiveJob, EngineSlot] = Assigner([
+        EngineSlot(window=Window(*SCHEDULER_WINDOW))
+    ])
+    for name, num_chunks in {"texts": ROW_CHUNKS, "short": 1, "pictures": 1, "few": 1}.items():
+        assigner.join(make_tree_job(name, ["a" * num_chunks]), deadline_at=None)
+    row = {each.job.id: each for each in assigner.assign(0.0)[0]}
+    bodies = LargeBodies()
+
+    with ExitStack() as in_flight:
+        in_flight.enter_context(bodies.holding(row["texts"], 16 * row["texts"].tokens))
+        in_flight.enter_context(bodies.holding(row["short"], 64 << 10))
+        in_flight.enter_context(bodies.holding(row["pictures"], MAX_BODIES_BYTES - 100_000))
+        assert not bodies.resting
+        with bodies.holding(row["few"], 100_000):
+            assert bodies.resting == {"pictures", "few"}
+        assert not bodies.resting
+    with bodies.holding(row["pictures"], 2 * MAX_BODIES_BYTES):
+        assert bodies.resting == {"pictures", "few"}, "though one has none in flight"
+        bodies.forget_all_but({"pictures"})
+        assert bodies.resting == {"pictures"}
+        bodies.forget_all_but(())
+        assert bodies.resting == {"pictures"}, "it has one in flight"
+    assert not bodies.resting
+    with bodies.holding(row["pictures"], 1), bodies.holding(row["few"], MAX_BODIES_BYTES):
+        assert bodies.resting == {"few"}, "the other sends small ones"
+
+
+def test_bodies_are_bounded_by_the_memory_of_the_machine_or_of_the_container(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "memory").mkdir()
+    limits = {"memory.max": "max\n", "memory/memory.limit_in_bytes": f"{2**63 - 4096}\n"}
+    for name, limit in limits.items():
+        (tmp_path / name).write_text(limit)
+    assert memory_bytes(tmp_path) == psutil.virtual_memory().total
+    assert max(1 << 30, memory_bytes() // 8) == MAX_BODIES_BYTES
+
+    for name, limit in limits.items():
+        (tmp_path / name).write_text("4096\n")
+        assert memory_bytes(tmp_path) == 4096
+        (tmp_path / name).write_text(limit)
+
+
+def test_a_job_that_waits_for_its_large_bodies_has_a_pace() -> None:
+    bodies, slot = LargeBodies(), EngineSlot(window=Window(*SCHEDULER_WINDOW))
+    assigner: Assigner[ActiveJob, EngineSlot] = Assigner([slot], at_limit=bodies.resting)
+    assigner.join(make_tree_job("pictures", ["a"] * 400), deadline_at=None)
+    in_flight = deque[tuple[Assignment[ActiveJob, EngineSlot], ExitStack]]()
+
+    for second in range(100):
+        for row in assigner.assign(float(second))[0]:
+            in_flight.append((row, ExitStack()))
+            in_flight[-1][1].enter_context(bodies.holding(row, MAX_BODIES_BYTES // 4))
+        assigner.assign(second + 0.5)
+        row, held = in_flight.popleft()
+        held.close()
+        slot.release(row)
+        assigner.settle(row, Usage(100, 100, 0))
+
+    assert len(in_flight) < SCHEDULER_WINDOW[0], "the window is never full"
+    assert assigner.turns.pace()[0] == pytest.approx(200, rel=0.1)
+    assert assigner.turns.completions().keys() == {"pictures"}
+    assert slot.load.speed == 1.0, "an engine that waits for rows is not slow"
 
 
 def test_a_scheduler_tells_of_all_rows_that_it_has(tmp_path: Path) -> None:

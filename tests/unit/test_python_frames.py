@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import datetime
+import decimal
 import enum
+import gc
 import json
 import multiprocessing
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,13 +29,15 @@ from batchrun.control.client import DaemonClient
 from batchrun.control.submitting import find_same, prepare
 from batchrun.daemon.ending import export
 from batchrun.daemon.opening import request_keys
-from batchrun.errors import DataError, InputError, JobSpecError
+from batchrun.errors import DataError, EngineError, InputError, JobSpecError
 from batchrun.home import Home
 from batchrun.jobs.inputs.input_data import open_input
 from batchrun.jobs.prompts.template import RequestTemplate
+from batchrun.jobs.prompts.templating import make_environment
 from batchrun.jobs.spec import InputSpec
 from batchrun.python.asking import Asked, Question, ask, served
 from batchrun.python.frames import frame_of, frame_of_rows, kept_rows
+from batchrun.python.mapping import _entered
 from batchrun.python.schemas import parsed, response_format
 from batchrun.store import jobs, results
 from batchrun.store.database import open_store
@@ -334,11 +341,26 @@ def test_pandas_keeps_index_column_names_and_whole_numbers_beside_nulls() -> Non
     assert str(joined["sure"].dtype) == "boolean" and str(joined["n"].dtype) == "int64"
 
 
+def test_pandas_takes_columns_of_any_name() -> None:
+    frame = pd.DataFrame({"text": ["a"]})
+
+    joined = frame_of(frame).joined(pl.DataFrame({"self": ["x"], "error": [None]}))
+
+    assert list(joined.columns) == ["text", "self", "error"] and list(frame.columns) == ["text"]
+    assert joined["self"].iloc[0] == "x"
+
+
 def test_rows_in_plain_python_may_lack_keys() -> None:
     assert frame_of_rows([{"a": 1}, {"b": "x"}]).select(["a", "b"]).rows() == [
         (1, None),
         (None, "x"),
     ]
+
+
+def holding_itself() -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    value["a"] = value
+    return value
 
 
 TOOLS: list[list[Any]] = [
@@ -373,6 +395,112 @@ def test_a_row_is_read_as_it_was_given_whatever_others_hold(
     assert [row["t"] for row in picked] == [values[-1], values[0]]
 
 
+def at(hour: int, zone_h: int) -> datetime.datetime:
+    zone = datetime.timezone(datetime.timedelta(hours=zone_h))
+    return datetime.datetime(2024, 1, 1, hour, 30, tzinfo=zone)
+
+
+DECIMALS = [
+    ["0.3333333333333333333333333333", "12345678901234.5"],
+    ["2", "1.10"],
+    ["1E-40", "1"],
+    ["Infinity", "-Infinity"],
+    ["0." + "1" * 30, "1234567890.5"],
+    ["1E+2"],
+    ["-0"],
+]
+TIMES: list[list[Any]] = [
+    [at(0, 2)],
+    [at(0, 2), at(0, 0)],
+    [at(22, -5), at(0, 2), None],
+    [at(0, 2), datetime.datetime(2024, 1, 1)],
+    [datetime.time(1, tzinfo=at(0, 2).tzinfo), datetime.time(2)],
+    [{"at": at(0, 2)}, {"at": at(0, 0)}],
+    [{"at": at(0, 2), "price": decimal.Decimal(2)}, {"price": decimal.Decimal("1.10")}],
+]
+
+
+TOLD = [*([*map(decimal.Decimal, texts)] for texts in DECIMALS), *TIMES]
+
+
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    [*product(("rows", "pandas"), TOLD), ("rows", [decimal.Decimal("NaN")])],
+)
+def test_decimals_and_times_are_told_as_they_were_given(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], values: list[Any], kind: str
+) -> None:
+    rows = [{"t": value} for value in values]
+    series = pd.Series(values, dtype=object)
+    frame = frame_of_rows(rows) if kind == "rows" else frame_of(pd.DataFrame({"t": series}))
+
+    path = kept_rows(frame.select(["t"]), tmp_path)
+    with open_input(InputSpec(path=(str(path),))) as data:
+        read = [row["t"] for _, rows in data.iter_rows(["t"]) for row in rows]
+
+    assert [str(value) for value in read] == [str(value) for value in values]
+    assert [type(value) for value in read] == [type(value) for value in values]
+    assert capfd.readouterr().err == ""
+
+
+class Price(decimal.Decimal):
+    def __str__(self) -> str:
+        return f"${super().__str__()}"
+
+
+class Day(datetime.datetime):
+    def __str__(self) -> str:
+        return self.strftime("%d.%m.%Y")
+
+
+PRICE, LONG = decimal.Decimal("9.99"), decimal.Decimal("0.3333333333333333333333333333")
+DAY = datetime.date(2024, 1, 1)
+AMONG_OTHERS: list[tuple[list[Any], str, str]] = [
+    ([PRICE, 10.5], "{{ c * 1.2 }}", "11.988"),
+    ([PRICE, "none"], "{{ c + 0.5 }}", "10.49"),
+    ([LONG, 10.5], "{{ c }}", str(LONG)),
+    ([decimal.Decimal("1E+999"), 1], "{{ c }}", "1E+999"),
+    ([{"price": PRICE, "tax": 0.2}, {"price": 10}], "{{ c.price * (1 + c.tax) }}", "11.988"),
+    ([{"price": PRICE}, {"tax": 1}], "{{ c }}", "{'price': 9.99}"),
+    ([DAY, "unknown"], "{{ c[:4] }} {{ c > '2023' }}", "2024 True"),
+    ([{"at": [DAY, "x"]}], "{{ c }}", "{'at': ['2024-01-01', 'x']}"),
+    ([at(0, 2), "x"], "{{ c }}", "2024-01-01T00:30:00+02:00"),
+    ([at(0, 2), Day(2024, 1, 1, tzinfo=datetime.UTC)], "{{ c }}", "2024-01-01 00:30:00+02:00"),
+    ([{"p": decimal.Decimal("1.10")}, {"p": PRICE * 10}], "{{ c.p }}", "1.10"),
+    ([{"p": decimal.Decimal("1.10")}, {"p": LONG}], "{{ c }}", "{'p': Decimal('1.10')}"),
+    ([{"at": at(0, 2)}, {"x": 1}], "{{ c.at }}", "2024-01-01 00:30:00+02:00"),
+    ([Price("5"), Price("1.25")], "{{ c }}", "5"),
+    ([Price(LONG), "x"], "{{ c }}", str(LONG)),
+    ([Day(2024, 1, 1, tzinfo=datetime.UTC)], "{{ c }}", "2024-01-01 00:00:00+00:00"),
+]
+
+
+@pytest.mark.parametrize(("values", "template", "expected"), AMONG_OTHERS)
+def test_decimals_and_times_among_others_are_numbers_and_texts_of_json(
+    tmp_path: Path, values: list[Any], template: str, expected: str
+) -> None:
+    path = kept_rows(frame_of_rows([{"c": value} for value in values]).select(["c"]), tmp_path)
+    with open_input(InputSpec(path=(str(path),))) as data:
+        [row] = data.read_rows([0], ["c"])
+
+    assert make_environment().from_string(template).render(row) == expected
+
+
+def test_equal_decimals_have_a_type_of_their_own() -> None:
+    table = frame_of_rows([{"d": decimal.Decimal(text)} for text in ("1.10", "20.00")])
+
+    assert table.select(["d"]).dtypes == [pl.Decimal(38, 2)]
+
+
+def test_a_row_that_looks_like_what_stands_for_a_time_is_left_as_it_is(tmp_path: Path) -> None:
+    values = [{"batchrun.date": "no day"}, {"batchrun.time": 5}, {"batchrun.Decimal": None}]
+
+    path = kept_rows(frame_of_rows([{"t": value} for value in values]).select(["t"]), tmp_path)
+
+    with open_input(InputSpec(path=(str(path),))) as data:
+        assert [row["t"] for _, rows in data.iter_rows(["t"]) for row in rows] == values
+
+
 def test_values_of_one_form_have_a_type_of_their_own() -> None:
     rows = [{"day": datetime.date(2026, 1, 2), "box": {"raw": b"x", "n": 1}, "list": ["a"]}] * 2
 
@@ -398,9 +526,8 @@ def test_what_a_library_raises_on_a_frame_is_a_line(
         frame_of(pl.DataFrame({"n": [1]}).to_arrow()).select(["n"])
 
 
-def test_bytes_and_times_in_dicts_of_other_keys_are_told_as_by_polars(tmp_path: Path) -> None:
-    day = datetime.datetime(2026, 1, 2)
-    for one, other in ((b"1", b"2"), (day, 1), (range(3), [1])):
+def test_bytes_in_dicts_of_other_keys_are_told_as_by_polars(tmp_path: Path) -> None:
+    for one, other in ((b"1", b"2"), (range(3), [1])):
         table = frame_of_rows([{"a": {"x": one}}, {"a": {"y": other}}]).select(["a"])
         assert table["a"].dtype != pl.Object
         assert kept_rows(table, tmp_path).exists()
@@ -413,9 +540,17 @@ def test_values_without_end_are_refused_and_columns_without_a_name_are_not(tmp_p
     for _ in range(5_000):
         deep = [deep]
     for value in (own, deep):
-        with pytest.raises(DataError, match=r"^the rows do not make a table: "):
-            frame_of_rows([{"a": value}])
+        with pytest.raises(DataError, match=r"^column 'a' of the rows cannot be read: "):
+            frame_of_rows([{"a": value}]).select(["a"])
     assert kept_rows(frame_of_rows([{"": 1}]).select([""]), tmp_path).exists()
+
+
+@pytest.mark.parametrize("odd", [holding_itself(), "\ud800", decimal.Decimal("NaN")])
+def test_columns_that_no_template_reads_may_hold_anything(odd: object) -> None:
+    rows: list[Any] = [{"text": "a", "odd": odd}, {"text": "b", 1: 2}]
+    frame = frame_of_rows(rows)
+
+    assert frame.select(["text"]).rows() == [("a",), ("b",)]
 
 
 def test_bytes_among_other_values_are_refused(tmp_path: Path) -> None:
@@ -426,7 +561,7 @@ def test_bytes_among_other_values_are_refused(tmp_path: Path) -> None:
 
 
 def test_what_no_file_can_hold_is_refused_in_a_line(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"^the rows (cannot be written|do not make a table).*"):
+    with pytest.raises(DataError, match=r"^the rows cannot be written as Parquet: an? object"):
         kept_rows(frame_of_rows([{"a": object()}]).select(["a"]), tmp_path)
     assert list(tmp_path.iterdir()) == []
 
@@ -484,12 +619,6 @@ def test_a_schema_that_cannot_be_asked_for_is_refused(question: Question, compla
         question.spec(Path("rows.parquet"), Path("/out"))
 
 
-def holding_itself() -> dict[str, Any]:
-    value: dict[str, Any] = {}
-    value["a"] = value
-    return value
-
-
 @pytest.mark.parametrize(
     ("question", "reason"),
     [
@@ -544,6 +673,75 @@ async def test_what_is_no_row_is_refused_by_a_stream(tmp_path: Path, rows: Any) 
             pass
 
 
+@pytest.mark.parametrize("kind", [pl.Int128(), pl.UInt128()])
+def test_whole_numbers_of_128_bits_are_read_as_they_are(tmp_path: Path, kind: pl.DataType) -> None:
+    values = [{"a": 2**100, "b": [2**126], "c": {"n": 7}, "d": "x"}]
+    kinds = {"a": kind, "b": pl.List(kind), "c": pl.Struct({"n": kind}), "d": pl.String()}
+
+    path = kept_rows(pl.DataFrame(values, schema=kinds), tmp_path)
+
+    with open_input(InputSpec(path=(str(path),))) as data:
+        assert data.read_rows([0], list(kinds)) == values
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_a_deployment_that_starts_while_its_stream_is_cancelled_is_stopped_later(
+    tmp_path: Path, *, fails: bool
+) -> None:
+    begun, may_go_on, ended = threading.Event(), threading.Event(), threading.Event()
+    seen, complaints = list[str](), list[dict[str, Any]]()
+    asyncio.get_running_loop().set_exception_handler(lambda _, told: complaints.append(told))
+
+    class Up(AbstractContextManager[DaemonClient]):
+        def __enter__(self) -> DaemonClient:
+            begun.set()
+            may_go_on.wait()
+            seen.append("up")
+            if fails:
+                ended.set()
+                raise EngineError("no engine")
+            return DaemonClient(Home(tmp_path))
+
+        def __exit__(self, *_: object) -> None:
+            seen.append("stopped")
+            ended.set()
+
+    async def call() -> None:
+        async with _entered(Up()):
+            seen.append("used")
+
+    task = asyncio.create_task(call())
+    await asyncio.to_thread(begun.wait)
+    task.cancel()
+    for _ in range(10):
+        await asyncio.sleep(0)
+    was_waiting = not task.done()
+    may_go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await asyncio.to_thread(ended.wait)
+    gc.collect()
+    await asyncio.sleep(0)
+
+    assert not was_waiting
+    assert seen == (["up"] if fails else ["up", "stopped"])
+    assert complaints == []
+
+
+class Refused(AbstractContextManager[DaemonClient]):
+    def __enter__(self) -> DaemonClient:
+        raise EngineError("no engine")
+
+    def __exit__(self, *_: object) -> None:
+        raise AssertionError
+
+
+async def test_a_deployment_that_does_not_start_is_not_stopped() -> None:
+    with pytest.raises(EngineError, match=r"^no engine$"):
+        async with _entered(Refused()):
+            pass
+
+
 def test_what_errors_are_to_be_is_told_to_those_who_give_none(tmp_path: Path) -> None:
     wrong: Any = None
     with pytest.raises(InputError, match=r"^errors must be one of column, raise, not 'None'$"):
@@ -572,3 +770,48 @@ def test_a_process_that_is_forked_after_a_call_is_told_what_to_use_instead() -> 
     child.join()
 
     assert all('start method "spawn"' in line for line in said), said
+
+
+KEPT: list[tuple[list[Any], list[Any]]] = [
+    ([["x"], 3], ['["x"]', "3"]),
+    ([True, 1], ["true", "1"]),
+    ([{"a": 1}, [1]], ['{"a": 1}', "[1]"]),
+    ([{"a": [1]}, {"a": 5}, None], ['{"a": [1]}', '{"a": 5}', None]),
+    ([[True], [5]], ["[true]", "[5]"]),
+    ([1, 2.5], [1.0, 2.5]),
+    ([["x", 1], 2**70, "y"], ['["x", 1]', str(2**70), "y"]),
+    ([{"a": 1}, {"b": "x"}], [{"a": 1, "b": None}, {"a": None, "b": "x"}]),
+    ([True, -(2**127)], ["true", str(-(2**127))]),
+    ([{"a": [{"b": True}, {"b": 1}]}, None], ['{"a": [{"b": true}, {"b": 1}]}', None]),
+    ([[2**127], [1]], [f"[{2**127}]", "[1]"]),
+    ([2**127, 1], [str(2**127), "1"]),
+    ([[], [2**64], [2.5]], [[], [2.0**64], [2.5]]),
+]
+
+
+@pytest.mark.parametrize(("values", "expected"), KEPT)
+def test_kept_values_of_several_kinds_are_json_text_and_the_other_columns_as_they_are(
+    tmp_path: Path, values: list[Any], expected: list[Any]
+) -> None:
+    home, output = Home(tmp_path / "home"), tmp_path / "out[1].jsonl"
+    home.create()
+    rows = [
+        {"id": n, "k": value, "mixed": mixed, "n": [n], "response": "a", "error": None}
+        for n, (value, mixed) in enumerate(zip(values, (1, {"a": 2}, []), strict=False))
+    ]
+    output.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    spec = Question("{{ t }}").spec(tmp_path / "rows.parquet", tmp_path).model_dump(mode="json")
+    spec["output"]["path"] = str(output)
+    with closing(open_store(home.store_location)) as store:
+        job = jobs.create(store, jobs.NewJob("n", json.dumps(spec), "{}", "h", 2), now_s=1.0)
+        jobs.start(store, job.id, now_s=1.0)
+        jobs.begin_finalizing(store, job.id, JobState.COMPLETED, now_s=1.0)
+        jobs.finish(store, job.id, now_s=1.0)
+
+    table = batchrun.Job(job.id, home).results().collect()
+
+    assert table["k"].to_list() == expected
+    assert table["mixed"].to_list()[:2] == ["1", '{"a": 2}']
+    assert table.select("id", "n", "response", "error").rows() == [
+        (n, [n], "a", None) for n in range(len(values))
+    ]

@@ -93,7 +93,7 @@ def test_the_list_of_jobs_cuts_no_digit(monkeypatch: pytest.MonkeyPatch, width_c
     console = SafeConsole(file=io.StringIO(), width=width_chars, soft_wrap=True)
     monkeypatch.setattr(status, "out", console)
     with console.capture() as captured:
-        console.print(status._job_table([view], waits=None))
+        console.print(status._job_table([view], is_run=True))
 
     text = captured.get()
     for figure in ("11,345,678", " 1,204", "12,345,678", "92%", "27h26m", "(24h20m", "30h31m)"):
@@ -103,5 +103,5 @@ def test_the_list_of_jobs_cuts_no_digit(monkeypatch: pytest.MonkeyPatch, width_c
     view |= {"stage": "waiting for /data/inputs-2026-11-29-evening.parquet", "num_rows": 20}
     view |= {"num_completed": 5, "num_failed": 0}
     with console.capture() as captured:
-        console.print(status._job_table([view], waits=None))
+        console.print(status._job_table([view], is_run=True))
     assert max(map(len, captured.get().splitlines())) <= width_chars

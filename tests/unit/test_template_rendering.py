@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from decimal import Decimal
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,7 @@ def test_request_fields_of_one_expression_keep_their_type() -> None:
         ("{% for t in tags %}[{{ t }}]{% endfor %}", {"tags": ["a", "b"]}, "[a][b]"),
         ("{{ (q | fromjson).k }}", {"q": '{"k": 3}'}, "3"),
         ("{{ tags | tojson }}", {"tags": ["ä", "<"]}, '["ä", "<"]'),
+        ("{{ q | tojson }}", {"q": {"price": Decimal("1.10")}}, '{"price": 1.1}'),
         ("{{ q | default('none', true) }}", {"q": None}, "none"),
         ("{{ range }}", {"range": "a column"}, "a column"),
         ("{{ q.items }}{{ tags.get('k') }}", {"q": {"items": 3}, "tags": {"k": 1}}, "31"),

@@ -39,15 +39,15 @@ from batchrun.engine.agent.messages import (
     read_from_agent,
 )
 from batchrun.engine.client import (
+    BODY_CODE,
     LONG_REPLY_BYTES,
     EngineClient,
     Room,
     encode_body,
     failure,
-    not_json,
 )
 from batchrun.engine.sockets import Hear
-from batchrun.errors import ConfigError, EngineError
+from batchrun.errors import ConfigError, EngineError, InputError
 from batchrun.mutual_tls import client_context, derive_token, read_secret
 from batchrun.types import EnginePhase, Outcome, OutcomeKind, Request, RowError
 from batchrun.wire import RowKey
@@ -164,8 +164,9 @@ class AgentClient(EngineClient):
         key = (request.job_id, request.row)
         try:
             data = encode_body(request.body) if data is None else data
-        except (TypeError, ValueError, RecursionError) as error:
-            return failure(request, OutcomeKind.ROW_ERROR, not_json(error), duration_s=0.0)
+        except InputError as error:
+            not_json = RowError(BODY_CODE, str(error))
+            return failure(request, OutcomeKind.ROW_ERROR, not_json, duration_s=0.0)
         if len(data) > messages.MAX_ROW_BYTES:
             what = f"the request has {len(data)} bytes; an agent takes {messages.MAX_ROW_BYTES}"
             error_of_row = RowError("request_too_large", what)

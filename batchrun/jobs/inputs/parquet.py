@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
+import decimal
 import json
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -29,12 +31,37 @@ from batchrun.jobs.inputs.rows import (
 JSON_COLUMNS = "batchrun.json"
 """Where a file names, as a JSON list, its columns of JSON text that stands for other values."""
 
+JSON_KINDS: Mapping[type, Callable[[str], object]] = {
+    datetime.datetime: datetime.datetime.fromisoformat,
+    datetime.date: datetime.date.fromisoformat,
+    datetime.time: datetime.time.fromisoformat,
+    decimal.Decimal: decimal.Decimal,
+}
+"""How values that JSON lacks are read there: each is `{tag_of(kind): its text}`."""
+
 _MAGIC = b"PAR1"
 _BUFFER_BYTES = 1 << 20
 _MAX_BATCH_ROWS = 8192
 _SAMPLE_ROWS = 16
 SMALL_GROUP_BYTES = 4 * BATCH_BYTES
 """Row groups up to this size are decoded whole for random access; larger ones are searched."""
+
+
+def tag_of(kind: type) -> str:
+    """The only key of what stands in JSON for a value of one of `JSON_KINDS`."""
+    return f"batchrun.{kind.__name__}"
+
+
+_READ = {tag_of(kind): read for kind, read in JSON_KINDS.items()}
+
+
+def _untagged(found: dict[str, object]) -> object:
+    """The value that an object of JSON stands for; of others, the object."""
+    tag, text = next(iter(found.items()), ("", None))
+    if len(found) == 1 and tag in _READ and isinstance(text, str):
+        with contextlib.suppress(ValueError, ArithmeticError):
+            return _READ[tag](text)
+    return found
 
 
 class ParquetInput(InputFile):
@@ -115,7 +142,7 @@ class ParquetInput(InputFile):
             for row in rows:
                 if isinstance(text := row[name], str):
                     try:
-                        row[name] = json.loads(text)
+                        row[name] = json.loads(text, object_hook=_untagged)
                     except (ValueError, RecursionError):
                         raise DataError(f"{self.path}: column {name!r} is not JSON") from None
         return rows

@@ -10,6 +10,7 @@ equal images are equal bytes, and whatever counts bytes counts images too.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
@@ -17,6 +18,7 @@ import select
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -45,8 +47,10 @@ MAX_SIZES = 65_536
 START_S = 120.0
 ANSWER_S = 30.0
 _USUAL_SIZE = (640, 480)
-"""Of an image on the web, which is not fetched to plan a job."""
+"""Of an image on the web, which is not fetched to plan or count a job."""
 _PATTERN_BYTES = 21
+_READING_KEYS = ("media_io_kwargs", "mm_processor_kwargs")
+"""How a request has its media read, which engines count to what tells them apart."""
 
 PROGRAM = """
 import sys
@@ -170,11 +174,14 @@ class ImageTokens:
         if next(media_urls(body), None) is None:
             return layout(body)
         images: dict[bytes, list[bytes]] = {}
+        asked = {key: body[key] for key in _READING_KEYS if body.get(key)}
+        how = json.dumps(asked, sort_keys=True) if asked else ""
 
         def stand_in(kind: str, url: str) -> str:
             if kind != "image":
-                return url
+                return url + how
             image = read_image(data_of(url)) if is_data_url(url) else Image(url, "", *_USUAL_SIZE)
+            image = replace(image, digest=image.digest + how)
             # An address that stands for the image's bytes: whoever names it, and however.
             mark = media_mark(image.digest).encode()
             images.setdefault(mark, []).append(self._image_bytes(image))
@@ -221,7 +228,9 @@ class ImageTokens:
 
 
 def guess_image_tokens(url: str) -> int:
-    """Tokens of the image in a data URL, for whatever model; 0 where there is none."""
+    """Tokens of an image, for whatever model: of usual size on the web, 0 in a broken data URL."""
+    if not is_data_url(url):
+        return _guessed(*_USUAL_SIZE)
     try:
         image = read_image(data_of(url))
     except ImageError:

@@ -210,10 +210,12 @@ def _from_json(text: object) -> object:
 
 
 def _to_json(value: object, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent, default=_plain_text)
+    return json.dumps(value, ensure_ascii=False, indent=indent, default=_in_json)
 
 
-def _plain_text(value: object) -> str:
+def _in_json(value: object) -> str | float:
+    if isinstance(value, decimal.Decimal):
+        return float(value)
     isoformat: Callable[[], str] | None = getattr(value, "isoformat", None)
     if isoformat is None:
         raise TypeError(f"a value of type {type(value).__name__} has no JSON form")

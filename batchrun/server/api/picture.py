@@ -24,7 +24,7 @@ from batchrun.server.web.gateway_figures import GatewayFigures
 from batchrun.store import jobs, results
 from batchrun.store.database import Store
 from batchrun.store.jobs import Counts, JobRecord, Leader
-from batchrun.types import DEFAULT_MODEL, EnginePhase, JobState
+from batchrun.types import DEFAULT_MODEL, OFFLINE_OFF, EnginePhase, JobState
 
 HOUR_S = 3600.0
 COUNT_REST = 20.0
@@ -184,15 +184,18 @@ class Status:
             counts, num_cut = await self._count(record)
         stage = self.daemon.stages.get(record.id)
         told = None if stage is None else stage.describe()
-        if told is None and active is not None:
+        dispatcher = self.daemon.dispatcher
+        if told is None and record.state is JobState.RUNNING and not dispatcher.is_offline_on:
+            told = OFFLINE_OFF
+        elif told is None and active is not None:
             told = find_lack(active.model)
-        is_waiting = record.id in self.daemon.dispatcher.waiting
+        is_waiting = record.id in dispatcher.waiting
         view = view_job(
             with_deadline(record, self.daemon.timeouts.job),
             counts,
             active=active,
             predicted=(
-                self.daemon.dispatcher.assigner.turns.outlook(record.id),
+                dispatcher.assigner.turns.outlook(record.id),
                 None if is_waiting else self._completions.get(record.id),
             ),
             stage=told,

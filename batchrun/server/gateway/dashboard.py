@@ -50,12 +50,13 @@ PAGE_HEADERS = {
     ),
     "X-Frame-Options": "DENY",
     "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
+    "Referrer-Policy": "same-origin",
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-"""No script or style but our files, no other site, no frame."""
+"""No script or style but our files, no other site, no frame. Under `no-referrer` browsers would
+send our own forms with `Origin: null`."""
 WRONG_KEY = '<p role="alert">This is no API key of this deployment.</p>'
 AWAY_REFRESH_S = 3
 

@@ -29,7 +29,7 @@ from batchrun.errors import BatchrunError, UnknownJobError
 from batchrun.server.api.errors import ApiError, Caller, Callers, caller_of, for_strangers
 from batchrun.server.api.upload import Download, Transfers
 from batchrun.server.web.history import keep_history
-from batchrun.server.web.sight import VIEWS, Facts, Sight, written_output
+from batchrun.server.web.sight import VIEWS, Facts, Sight
 from batchrun.server.web.uploads import Desk, UploadDraft
 from batchrun.store.jobs import JobRecord
 
@@ -308,7 +308,7 @@ def _add_output(router: APIRouter, pages: Pages, sight: Sight) -> None:
         caller = caller_of(request)
         _check_admin(caller)
         record = await sight.find(caller, job_id)
-        path = await asyncio.to_thread(written_output, record)
+        path = await sight.output(record)
         if path is None:
             raise UnknownJobError(f"{job_id}: there is no output file on this machine")
         reply = FileResponse(path, media_type="application/octet-stream", filename=path.name)

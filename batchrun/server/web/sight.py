@@ -10,6 +10,7 @@ import asyncio
 import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -34,7 +35,7 @@ from batchrun.server.web.history import History, Sample
 from batchrun.store import api_keys, batches, jobs, results
 from batchrun.store.api_keys import limits_of
 from batchrun.store.jobs import JobRecord
-from batchrun.types import EnginePhase, JobState
+from batchrun.types import OFFLINE_OFF, EnginePhase, JobState
 
 Facts = dict[str, Any]
 FRESH_S = 0.9
@@ -194,7 +195,8 @@ class Sight:
             causes = [c | (away if c["code"] == "connection_error" else {}) for c in causes]
         has_output = False
         if caller.is_admin and record.state.is_terminal:
-            has_output = await asyncio.to_thread(written_output, record) is not None
+            key = ("output", record.seq)
+            has_output = await self._once(key, SLOW_FRESH_S, partial(self._has_output, record))
         return {
             "job": _shown_to(caller, view),
             "is_admin": caller.is_admin,
@@ -206,6 +208,19 @@ class Sight:
             if active is None
             else {"planned": active.costs.output_tokens, "mean": active.answers.mean_tokens},
         }
+
+    async def output(self, record: JobRecord) -> Path | None:
+        """The output file that a job has written on this machine. Raises StateError once a later
+        job's is in its place."""
+        path = await asyncio.to_thread(_written_output, record)
+        if path is not None:
+            await asyncio.to_thread(results.refuse_replaced, self.daemon.store, record)
+        return path
+
+    async def _has_output(self, record: JobRecord) -> bool:
+        with suppress(StateError):
+            return await self.output(record) is not None
+        return False
 
     def _read_causes(self, seq: int) -> list[Facts]:
         """Failed rows by code and message, whose numbers do not count; most frequent first."""
@@ -348,8 +363,7 @@ class Sight:
         return value
 
 
-def written_output(record: JobRecord) -> Path | None:
-    """The output file that a job has written on this machine. Blocking."""
+def _written_output(record: JobRecord) -> Path | None:
     place = record.output_path
     if record.is_batch or not record.has_output or is_url(place) or not place:
         return None
@@ -375,7 +389,9 @@ def _shown_to(caller: Caller, view: Facts) -> Facts:
     can_run["resume"] = state is JobState.PAUSED
     actions = [name for name, can in can_run.items() if can and caller.is_admin]
     actions += ["cancel"] if state in CANCELLABLE else []
-    hidden = {"output_path": None, "reason": None, "stage": _QUOTED.sub("", view["stage"] or "")}
+    stage = view["stage"] or ""
+    stage = stage if stage == OFFLINE_OFF else _QUOTED.sub("", stage)
+    hidden = {"output_path": None, "reason": None, "stage": stage}
     shown = view if caller.is_admin else view | hidden
     return shown | {"actions": actions, "is_terminal": state.is_terminal}
 
