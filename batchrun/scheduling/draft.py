@@ -200,13 +200,10 @@ class Draft:
 
     def finish(self, num_left_out: int = 0) -> Plan:
         """The plan, where the order of calls has left so many out."""
-        admit, preempt = tuple(self.admitted), tuple(self.preempted)
-        return Plan(admit, self.caps, preempt, self.predicted_s(), self.load, num_left_out)
-
-    def predicted_s(self) -> float:
-        """How long the step takes so far; 0 without work."""
         has_work = self.tokens_left < self.view.token_budget
-        return self.view.model.predict_s(self.load) if has_work else 0.0
+        predicted_s = self.view.model.predict_s(self.load) if has_work else 0.0
+        admit, preempt = tuple(self.admitted), tuple(self.preempted)
+        return Plan(admit, self.caps, preempt, predicted_s, self.load, num_left_out)
 
     def _compute(self, computed_tokens: int, num_tokens: int) -> None:
         self.load.add(num_tokens, computed_tokens + num_tokens)

@@ -48,13 +48,12 @@ class DecodeTurns:
         return sorted(able, key=self._turn)[:most]
 
     def _turn(self, row: RequestView) -> int:
-        """When it was put off; calls without an answer in time come before all rows."""
+        """The step since which it is put off; flex calls never are."""
         return self._put_off_at.get(row.request_id, self._num_steps) if row.is_row else -1
 
     def put_off(self, rows: Iterable[RequestView]) -> None:
         """These are told not to decode in the step."""
-        turns = {row.request_id: self._turn(row) for row in rows}
-        self._put_off_at = turns
+        self._put_off_at = {row.request_id: self._turn(row) for row in rows}
 
 
 def continue_running(draft: Draft, limit_s: float, turns: DecodeTurns) -> None:
