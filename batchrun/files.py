@@ -181,7 +181,7 @@ def replacing(
             temporary.unlink(missing_ok=True)
 
 
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _TOO_MANY = frozenset({errno.EMFILE, errno.ENFILE})
 PRIVATE_MODE = 0o600
 """Of files that hold what callers sent or got: their owner's alone."""
@@ -225,7 +225,7 @@ def _locked(path: Path, mode: int) -> BinaryIO:
 
 def write_refusal(path: Path, failure: OSError) -> BatchrunError:
     """What to say of an output that could not be written to `path`."""
-    if failure.errno in _FULL:
+    if failure.errno in DISK_FULL:
         return StoreFullError(
             f"{path}: no room to write the results ({failure.strerror}); free some space and try "
             "again, nothing is lost"
@@ -453,7 +453,7 @@ def check_place(place: str) -> str:
     """The place of one input or output: any path, or the URL of an object. Raises ValueError."""
     if is_url(place):
         check_url(place)
-        if not _key_of(place) or place.endswith("/"):
+        if not place.partition("://")[2].partition("/")[2] or place.endswith("/"):
             raise ValueError(f"{place}: names no object; write {scheme_of(place)}://BUCKET/KEY")
         return place
     if "\0" in place:
@@ -465,8 +465,12 @@ def check_place(place: str) -> str:
 
 
 def absolute(folder: Path, place: str) -> str:
-    """A path from `folder` on; of `~`, which pathlib finds in ./~ too, the user's home."""
-    return os.path.normpath(folder / os.path.expanduser(place))  # noqa: PTH111
+    """A path from `folder` on; `~` is the user's home, `..` what is above where a link leads."""
+    plain = "."
+    for part in (folder / os.path.expanduser(place)).parts:  # noqa: PTH111 - pathlib changes ./~
+        below = os.path.realpath(plain) if part == ".." and os.path.islink(plain) else plain  # noqa: PTH114 - Path's raises
+        plain = os.path.normpath(Path(below) / part)
+    return plain
 
 
 def check_prefix(url: str) -> str:
@@ -494,7 +498,3 @@ def check_url(url: str) -> None:
         raise ValueError(f"{url!r}: '::' and control characters cannot be part of a URL")
     if {".", ".."} & set(rest.split("/")):
         raise ValueError(f"{url}: '.' and '..' cannot be part of a URL")
-
-
-def _key_of(url: str) -> str:
-    return url.partition("://")[2].partition("/")[2]

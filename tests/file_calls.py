@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +19,17 @@ KINDS: Mapping[str, int] = {
     **{"link": 16, "mkdir": 32, "unlink": 64, "cut": 128},
 }
 ROOT, LOG = "FILE_CALLS_ROOT", "FILE_CALLS_LOG"
+
+
+@contextmanager
+def largest_file_bytes(num_bytes: int) -> Iterator[None]:
+    """No file of this process grows longer, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def build(folder: Path) -> Path:

@@ -108,10 +108,10 @@ def truncate_wal(folder: Path) -> None:
     """The log's end is gone, as after a loss of power on a disk that lied: its rows run again."""
     rng = random.Random(folder.name)
     with trial(folder) as here:
-        here.begin()
+        here.begin(num_rows=600)
         with closing(sqlite3.connect(here.rig.home.store)) as other:
             other.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-        here.wait_for_rows(200)
+        here.wait_for_rows(here.num_done() + 140)
         here.kill_daemon()
         before = here.num_done()
         wal = here.rig.home.store.with_name("store.db-wal")

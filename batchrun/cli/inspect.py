@@ -311,6 +311,8 @@ def inspect(
     as_json: JsonOption = False,
 ) -> None:
     """Study a job's prompts: lengths, shared prefixes, hit rates, and the order of a run."""
+    if html is not None and html.is_dir():
+        raise InputError(f"--html {html}: is a folder; name a file")
     if html is not None and not html.absolute().parent.is_dir():
         raise InputError(f"--html {html}: there is no folder {html.parent}")
     with ProgressBar() as progress, _opened(target, home, progress) as (spec, data, stored):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import io
+import os
 import sys
 from importlib import import_module
 from typing import Annotated, Any
@@ -15,7 +16,7 @@ import typer
 
 from batchrun import __version__
 from batchrun.cli.console import WholeGroup, note, out
-from batchrun.errors import BatchrunError, suggestion
+from batchrun.errors import BatchrunError, InputError, suggestion
 from batchrun.files import COMMAND, check_limits
 
 INTERRUPTED = 130
@@ -133,7 +134,22 @@ def call() -> int:
     except OSError as error:
         note(_system_line(error))
         return BatchrunError.exit_code
+    except ValueError:
+        # Paths may be of any bytes; an argument that must be text fails where it is read as text.
+        odd = next((each for each in sys.argv[1:] if not _is_text(each)), None)
+        if odd is None:
+            raise
+        note(f"batchrun: {os.fsencode(odd)!r}: this argument is not UTF-8")
+        return InputError.exit_code
     return exit_code if isinstance(exit_code, int) else 0
+
+
+def _is_text(argument: str) -> bool:
+    try:
+        argument.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _usage_line(error: typer.TyperException) -> str:

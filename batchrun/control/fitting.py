@@ -88,9 +88,10 @@ def find_long_rows(
         for number, row in enumerate(rows, first_row):
             found.num_seen = number + 1
             try:
-                text = prefix_text(template.render(row, row_number=number))
+                body = template.render(row, row_number=number, folder=data.folder(number))
             except RowRenderError:
                 continue
+            text = prefix_text(body)
             tokens = len(text) if len(text) <= room else _tokens_in(text, count)
             if tokens > room:
                 found.num_long += 1

@@ -222,7 +222,8 @@ class ActiveJob:
         rendered: list[dict[str, object] | RowError] = []
         for row, values in zip(rows, self.rows.read_rows(rows), strict=True):
             try:
-                rendered.append(self.template.render(values, row_number=row))
+                folder = self.data.folder(row)
+                rendered.append(self.template.render(values, row_number=row, folder=folder))
             except RowRenderError as problem:
                 rendered.append(problem.row_error)
         return rendered

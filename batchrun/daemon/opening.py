@@ -96,7 +96,7 @@ def request_keys(spec: JobSpec, data: InputData, progress: ProgressSink | None =
             for row, values in enumerate(rows, start=first_row):
                 row_id = str(row) if data.id_column is None else str(values[data.id_column])
                 try:
-                    body = template.render(values, row_number=row)
+                    body = template.render(values, row_number=row, folder=data.folder(row))
                 except RowRenderError:
                     continue
                 digest = xxhash.xxh3_128_digest(_told(row_id, spec.endpoint, body).encode())

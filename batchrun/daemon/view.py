@@ -39,17 +39,19 @@ def view_job(
     """One job as a flat JSON object; `active`, `predicted` and `now_s` (monotonic) where a daemon
     runs it. Rates cover the last half minute; shares are 0 to 1.
 
-    `best_hit_rate` is what an unlimited prefix cache would reach, `hit_rate` what the engines
-    returned; both are None while unknown, as are the seconds to the job's end: `eta_s` is the best
-    guess, by the rows of the last half minute until the end can be predicted, and `eta_low_s` to
-    `eta_high_s` holds nine times of ten. `cache_agreement` compares the cached tokens that were
-    predicted for the rows done with those that came back. `is_deadline_kept` and
-    `deadline_outlook` are None without a deadline, or before there is a forecast.
+    `hit_rate` is what the engines returned, `best_hit_rate` what an unlimited prefix cache reaches
+    by shared pieces of 256 bytes, or `hit_rate` where that is more; both are None while unknown, as
+    are the seconds to the job's end: `eta_s` is the best guess, by the rows of the last half minute
+    until the end can be predicted, and `eta_low_s` to `eta_high_s` holds nine times of ten.
+    `cache_agreement` compares the cached tokens that were predicted for the rows done with those
+    that came back. `is_deadline_kept` and `deadline_outlook` are None without a deadline or a
+    forecast.
     """
     outlook, completion = predicted
     agreement = active.cache_agreement if active else None
     rows_per_s, served, computed = active.pace.rates(now_s) if active else (0.0, 0.0, 0.0)
     prompt = counts.num_prompt_tokens
+    hit_rate = counts.num_cached_tokens / prompt if prompt else None
     return {
         **about_job(record, counts),
         "stage": stage,
@@ -59,8 +61,8 @@ def view_job(
         "rows_per_s": rows_per_s,
         "served_tokens_per_s": served,
         "computed_tokens_per_s": computed,
-        "hit_rate": counts.num_cached_tokens / prompt if prompt else None,
-        "best_hit_rate": active.plan.shared_share if active else None,
+        "hit_rate": hit_rate,
+        "best_hit_rate": max(active.plan.shared_share, hit_rate or 0.0) if active else None,
         "estimate_error": active.plan.tokens.mape if active else None,
         "cache_agreement": agreement.share if agreement and agreement.num_rows else None,
         "is_cached_less_than_planned": agreement is not None and agreement.warns,

@@ -9,6 +9,7 @@ import math
 from bisect import bisect_left, insort
 from collections import deque
 from enum import StrEnum
+from itertools import repeat
 
 MINUTE_S = 60
 
@@ -23,12 +24,12 @@ class RecentValues:
         self._total = self._squares = 0
         self.values: deque[int] = deque()
 
-    def add(self, value: int) -> None:
-        """Keep a number, and drop what is too old."""
-        self.values.append(value)
-        self._total += value
-        self._squares += value * value
-        if len(self.values) > self._num_kept:
+    def add(self, value: int, times: int = 1) -> None:
+        """Keep a number, so many times over, and drop what is too old."""
+        self.values.extend(repeat(value, times))
+        self._total += times * value
+        self._squares += times * value * value
+        while len(self.values) > self._num_kept:
             oldest = self.values.popleft()
             self._total -= oldest
             self._squares -= oldest * oldest
@@ -54,17 +55,17 @@ class MinuteTops:
         # Falling values with their seconds: the first is the top of the minute that ends now.
         self._candidates: deque[tuple[int, int]] = deque()
 
-    def end_second(self, max_blocks: int) -> None:
-        """A second with this highest use has ended."""
+    def end_second(self, max_blocks: int, times: int = 1) -> None:
+        """A second with this highest use has ended; or so many, after a minute of such seconds."""
         candidates = self._candidates
         while candidates and candidates[-1][1] <= max_blocks:
             candidates.pop()
-        candidates.append((self._second, max_blocks))
-        self._second += 1
+        self._second += times
+        candidates.append((self._second - 1, max_blocks))
         if candidates[0][0] < self._second - MINUTE_S:
             candidates.popleft()
         if self._second >= MINUTE_S:
-            self.tops.add(candidates[0][1])
+            self.tops.add(candidates[0][1], times)
 
 
 DEFAULT_WINDOW_S = 900
@@ -99,7 +100,8 @@ class KvForecast:
 
     Memory is one number a second. The value holds between samples, so an engine that sleeps
     repeats its last one. The forecast changes only when a second has ended; the current use is
-    for the caller to add (`max(now, forecast)`). Sampling costs 0.7 us, a second's end 3 us.
+    for the caller to add (`max(now, forecast)`). Sampling costs 0.7 us, a second's end 3 us, and a
+    long sleep little more than a minute.
     """
 
     def __init__(
@@ -128,7 +130,7 @@ class KvForecast:
         self._sigmas = sigmas
         self._quantile = quantile
         self._maxima = RecentValues(window_s)
-        self._measures: deque[int] = deque()
+        self._measures: deque[int] = deque(maxlen=window_s)
         self._sorted: list[int] = []
         self._tops = MinuteTops(window_s)
         self._second: int | None = None
@@ -163,29 +165,37 @@ class KvForecast:
         if num_seconds > self._window_s:
             num_seconds = self._window_s + 1
         self._end_second(self._second_max_blocks)
-        for _ in range(num_seconds - 1):
+        num_asleep = num_seconds - 1
+        for _ in range(min(num_asleep, MINUTE_S)):
             self._end_second(self._latest_blocks)
+        if num_asleep > MINUTE_S:
+            self._end_second(self._latest_blocks, num_asleep - MINUTE_S)
         self._second_max_blocks = self._latest_blocks
 
-    def _end_second(self, max_blocks: int) -> None:
-        self._maxima.add(max_blocks)
+    def _end_second(self, max_blocks: int, times: int = 1) -> None:
+        """One second has ended; or so many that differ in nothing from the minute before them."""
+        self._maxima.add(max_blocks, times)
         seconds = self._maxima.values
         if self._rule is ForecastRule.QUANTILE:
-            self._measure(max_blocks)
+            self._measure(max_blocks, times)
         elif self._rule is ForecastRule.GROWTH and len(seconds) > GROWTH_HORIZON_S:
             latest = [seconds[-i] for i in range(1, GROWTH_HORIZON_S + 2)]
-            self._measure(max(latest) - latest[-1])
+            self._measure(max(latest) - latest[-1], times)
         elif self._rule is ForecastRule.MINUTE_MAX:
-            self._tops.end_second(max_blocks)
+            self._tops.end_second(max_blocks, times)
         if len(seconds) >= self._least_data_s:
             self._forecast_blocks = math.ceil(self._forecast() - 1e-9)
 
-    def _measure(self, blocks: int) -> None:
+    def _measure(self, blocks: int, times: int) -> None:
         """Add what the quantile is of, and drop what is older than the window."""
+        if times > 1:
+            self._measures.extend(repeat(blocks, times))
+            self._sorted = sorted(self._measures)
+            return
+        if len(self._measures) == self._window_s:
+            del self._sorted[bisect_left(self._sorted, self._measures[0])]
         self._measures.append(blocks)
         insort(self._sorted, blocks)
-        if len(self._measures) > self._window_s:
-            del self._sorted[bisect_left(self._sorted, self._measures.popleft())]
 
     def _forecast(self) -> float:
         if self._rule is ForecastRule.MEAN_SIGMA:

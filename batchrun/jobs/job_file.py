@@ -177,10 +177,10 @@ def input_files(paths: Iterable[str]) -> list[Path]:
     for path in paths:
         if is_url(path):
             raise DataError(f"{path}: an object is fetched before it is read")
-        if glob.has_magic(path) and not Path(path).exists():
+        if glob.has_magic(path) and not os.path.exists(path):  # noqa: PTH110 - Path's raises
             # pathlib's glob would also match hidden files, half-written ones among them.
             names = glob.glob(path, recursive=True)  # noqa: PTH207
-            found = sorted(name for name in names if Path(name).is_file())
+            found = sorted(filter(os.path.isfile, names))
             if not found:
                 is_name = glob.escape(unescaped(path)) == path
                 problem = "no such file" if is_name else "no file matches this pattern"
@@ -231,7 +231,7 @@ def _raise_first(document: Document, problems: Iterable[tuple[str, str]]) -> Non
 def _input_place(folder: Path, path: str) -> str:
     """As `_absolute`; where that is to be a glob, no part of it that was not written is one."""
     plain = _absolute(folder, path)
-    if is_url(plain) or Path(plain).exists():
+    if is_url(plain) or os.path.exists(plain):  # noqa: PTH110 - Path's raises
         return plain
     return _absolute(Path(glob.escape(str(folder))), path)
 

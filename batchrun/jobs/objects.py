@@ -9,7 +9,6 @@ storage and its client libraries raise becomes an error of `batchrun.errors`.
 from __future__ import annotations
 
 import asyncio
-import errno
 import glob
 import io
 import logging
@@ -33,7 +32,7 @@ from batchrun.errors import (
     StoreError,
     StoreFullError,
 )
-from batchrun.files import LIBRARIES, check_url, is_url, scheme_of
+from batchrun.files import DISK_FULL, LIBRARIES, check_url, is_url, scheme_of
 from batchrun.types import ProgressSink
 
 _PASSING_STATUSES = frozenset({408, 425, 429})
@@ -119,7 +118,6 @@ PIECE_BYTES = 8 << 20
 """As much of an object as is held at a time, on its way in or out."""
 RANGE_BYTES = 1 << 20
 MAX_PARTS = 9_000
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _OPTIONS: dict[str, dict[str, Any]] = {
     "s3": {"config_kwargs": {"connect_timeout": 5, "read_timeout": 30}}
 }
@@ -278,7 +276,7 @@ def fetch(url: str, path: Path, progress: ProgressSink | None = None) -> ObjectI
         if before.modified_at is not None:
             os.utime(path, (before.modified_at, before.modified_at))
     except OSError as failure:
-        if failure.errno in _FULL:
+        if failure.errno in DISK_FULL:
             raise StoreFullError(
                 f"{path.parent}: no room for a copy of {url}; free some space and try again"
             ) from None

@@ -324,7 +324,7 @@ def study_job(
     def read_texts(rows: IntArray) -> list[bytes]:
         values = data.read_rows(rows.tolist(), template.columns_used)
         return [
-            prompts.text(template.render(row, row_number=number))
+            prompts.text(template.render(row, row_number=number, folder=data.folder(number)))
             for number, row in zip(rows.tolist(), values, strict=True)
         ]
 

@@ -6,6 +6,7 @@ of rows, so the plan of a large job is kept in a file for who takes the job up a
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
@@ -159,7 +160,7 @@ def _check_first_rows(data: InputData, template: RequestTemplate) -> None:
     for first_row, rows in data.iter_rows(template.columns_used, max_bytes=FIRST_BYTES):
         for number, row in enumerate(rows, first_row):
             try:
-                template.render(row, row_number=number)
+                template.render(row, row_number=number, folder=data.folder(number))
                 reasons.append(None)
             except RowRenderError as problem:
                 reasons.append(problem.row_error.message)
@@ -189,18 +190,28 @@ def _check_output_place(spec: JobSpec) -> None:
             raise JobSpecError(f"{spec.where('output.path')}: {error}") from None
         return
     path = Path(spec.output.path)
-    folder = next(parent for parent in path.parents if parent.exists())
-    if path.is_dir() and spec.output.rows_per_file is None:
-        problem = "is a folder; name a file"
-    elif (foreign := foreign_file(path)) is not None:
-        problem = f"{foreign} there is no output of a job; name a folder of its own"
-    elif not folder.is_dir():
-        problem = f"{folder} is not a folder"
-    elif not os.access(folder, os.W_OK | os.X_OK):
-        problem = f"{folder} cannot be written to"
-    else:
-        return
-    raise JobSpecError(f"{spec.where('output.path')}: {path}: {problem}")
+    try:
+        problem = _output_problem(path, in_parts=spec.output.rows_per_file is not None)
+    except OSError as failure:
+        problem = f"cannot be written: {failure.strerror}"
+    if problem is not None:
+        raise JobSpecError(f"{spec.where('output.path')}: {path}: {problem}")
+
+
+def _output_problem(path: Path, *, in_parts: bool) -> str | None:
+    """Why there can be no output; None where nothing is in the way. Raises OSError."""
+    folder = next(parent for parent in path.parents if os.path.lexists(parent))
+    if path.is_dir() and not in_parts:
+        return "is a folder; name a file"
+    if (foreign := foreign_file(path)) is not None:
+        return f"{foreign} there is no output of a job; name a folder of its own"
+    if not folder.is_dir():
+        return f"{folder} is not a folder"
+    if not os.access(folder, os.W_OK | os.X_OK):
+        return f"{folder} cannot be written to"
+    if max(len(os.fsencode(name)) for name in path.parts) > os.pathconf(folder, "PC_NAME_MAX"):
+        return f"cannot be written: {os.strerror(errno.ENAMETOOLONG)}"
+    return None
 
 
 def open_submitted(record: JobRecord, spec: JobSpec, *, links: Path) -> InputData:
@@ -271,7 +282,7 @@ class JobPlan:
     def shared_share(self) -> float:
         """Share (0 to 1) of prompt text that a row before it in the order already holds.
 
-        What an unlimited prefix cache would hit: the best possible hit rate.
+        Whole chunks count: an unlimited prefix cache hits up to one more of each row.
         """
         total_bytes = int(self.text_bytes.sum())
         shared_bytes = int(self.order.shared_chunks.sum()) * CHUNK_BYTES
@@ -308,7 +319,7 @@ def plan_job(
         salts: list[int] = []
         for row, values in enumerate(rows, start=first_row):
             try:
-                body = template.render(values, row_number=row)
+                body = template.render(values, row_number=row, folder=data.folder(row))
                 texts.append(text_of(body))
                 salts.append(_salt_of_row(spec, body))
             except RowRenderError as problem:

@@ -17,6 +17,7 @@ import ast
 import csv
 import gzip
 import json
+import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,13 +27,14 @@ from pathlib import Path
 from random import Random
 from typing import TextIO
 
-from batchrun.errors import DataError, InputError
+from batchrun.errors import DataError, InputError, shortened
 from batchrun.samples.dataset import SCHEMAS, DatasetName, Row, WrittenDataset, write_rows
 from batchrun.samples.generators import LETTERS, SYSTEM_PROMPT, TextSource, video_text
 from batchrun.types import ProgressSink
 
 MAX_LINE_CHARACTERS = 64 * 2**20
 MAX_JSON_CHARACTERS = 512 * 2**20
+MAX_DIGITS = 18
 
 Record = dict[str, object]
 
@@ -104,12 +106,31 @@ def as_record(value: object, where: str) -> Record:
     return value
 
 
+def json_text(value: object, where: str) -> str:
+    """`value` as JSON; a DataError that begins with `where` when it has none."""
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError) as error:
+        raise DataError(f"{where}: cannot be written as JSON: {error}") from error
+
+
+def whole_row(where: str, *texts: str) -> Row:
+    """The texts as a row; a DataError that begins with `where` when one holds half a character."""
+    try:
+        "".join(texts).encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"{where}: holds half of a character: {error.reason}") from error
+    return texts
+
+
 def _parsed(text: str, path: Path, first_line: int) -> object:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
         line = first_line + error.lineno - 1
         raise DataError(f"{path}:{line}: is not JSON: {error.msg}") from error
+    except ValueError as error:
+        raise DataError(f"{path}:{first_line}: cannot be read: {error}") from error
     except RecursionError as error:
         raise DataError(f"{path}:{first_line}: is nested too deeply") from error
 
@@ -151,11 +172,12 @@ def read_loogle(source: Path) -> Iterator[Row]:
                 if task == "shortdep_cloze":
                     question = f"{question} {CLOZE_QUESTION}"
                 if isinstance(answer, dict):
-                    answer = json.dumps(answer, ensure_ascii=False)
+                    answer = json_text(answer, where)
                 else:
                     answer = text_field(pair, "A", where)
                 row_id, document_id = f"{task}-{line:03}-{index:03}", f"document-{number:03}"
-                yield row_id, document_id, title, document, question, answer, task
+                row = row_id, document_id, title, document, question, answer, task
+                yield whole_row(where, *row)
 
 
 def _pairs(text: str, where: str) -> list[Record]:
@@ -202,8 +224,8 @@ def read_nextqa(source: Path, *, video_tokens: int) -> Iterator[Row]:
 
 
 def _number(record: dict[str, str], key: str, where: str) -> int:
-    if not record[key].isdecimal():
-        raise DataError(f"{where}: {key} is {record[key]!r}, not a number")
+    if not record[key].isdecimal() or len(record[key]) > MAX_DIGITS:
+        raise DataError(f"{where}: {key} is {shortened(record[key])!r}, not a number")
     return int(record[key])
 
 
@@ -245,11 +267,11 @@ def read_toolbench(source: Path) -> Iterator[Row]:
             if not isinstance(tools, list):
                 raise DataError(f"{where}: has no list {tools_key!r}")
             row_id = f"{prefix}-{path.name.partition('.')[0]}-{number}"
-            documentation = json.dumps(tools, ensure_ascii=False)
+            documentation = json_text(tools, where)
             answer = record.get("answer")
             final = answer.get("final_answer") if isinstance(answer, dict) else None
             answered = final if isinstance(final, str) else ""
-            yield row_id, SYSTEM_PROMPT, documentation, query, answered
+            yield whole_row(where, row_id, SYSTEM_PROMPT, documentation, query, answered)
 
 
 def _files(source: Path) -> Iterator[tuple[Path, str, str]]:
@@ -303,6 +325,5 @@ def import_dataset(
         "toolbench": read_toolbench,
         "nextqa": partial(read_nextqa, video_tokens=video_tokens),
     }
-    return write_rows(
-        target, SCHEMAS[name], islice(readers[name](source), limit), progress=progress
-    )
+    rows = islice(readers[name](source), None if limit is None else min(limit, sys.maxsize))
+    return write_rows(target, SCHEMAS[name], rows, progress=progress)

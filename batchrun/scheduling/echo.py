@@ -19,6 +19,7 @@ from batchrun.scheduling.fill import (
     continue_running,
     decode_deferred,
     fits,
+    goes_on,
     keep_alive,
     lacks_adapter,
     need_blocks,
@@ -27,7 +28,7 @@ from batchrun.scheduling.fill import (
     waits_for_calls,
 )
 from batchrun.scheduling.online_queue import OnlineQueue, place_online
-from batchrun.scheduling.patience import Patience
+from batchrun.scheduling.patience import Patience, Standstill
 from batchrun.scheduling.slack import StepLimits
 from batchrun.scheduling.view import EngineView, Plan, PrefixHit, RequestView
 from batchrun.scheduling.worth import select
@@ -59,6 +60,7 @@ class EchoPolicy:
         self._options = options
         self._queue = queue
         self._patience = Patience()
+        self._standstill = Standstill()
         self._head: RequestView | None = None
         self._head_since_s = 0.0
         self._turns = DecodeTurns()
@@ -68,6 +70,7 @@ class EchoPolicy:
         limits = self._queue.limits(view)
         draft = select(self.generate(view, limits))
         self._turns.put_off(decode_deferred(draft, limits.offline_s))
+        self._standstill.note(draft.caps, view.now_s, goes_on=goes_on(draft))
         self._patience.let_in([row for row in draft.admitted if row.is_offline], view.now_s)
         return draft.finish(self._queue.num_left_out)
 
@@ -80,7 +83,7 @@ class EchoPolicy:
             for request in still_running(draft):
                 draft.sit_out(request)
             return [draft]
-        continue_running(draft, limits.offline_s, self._turns)
+        continue_running(draft, limits.offline_s, self._turns, self._standstill.pressing(view))
         drafts = self._admit_offline(draft, limits.offline_s) if has_room else [draft]
         if len(drafts) == 1 and drafts[0].tokens_left == view.token_budget:
             keep_alive(drafts[0], limits.offline_s)

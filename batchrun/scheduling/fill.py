@@ -12,6 +12,8 @@ from batchrun.scheduling.worth import Victims
 
 MAX_TRIED = 64
 """Candidates whose prefix one step looks up."""
+MAX_TRIED_EARLY = 8
+"""Rows that have stood still for long of which one step looks for one that can go on."""
 MEAN_STEPS = 200
 """Over so many steps the rows that decode are averaged."""
 EARLY_STEPS = 512
@@ -56,30 +58,64 @@ class DecodeTurns:
         self._put_off_at = {row.request_id: self._turn(row) for row in rows}
 
 
-def continue_running(draft: Draft, limit_s: float, turns: DecodeTurns) -> None:
+def continue_running(
+    draft: Draft, limit_s: float, turns: DecodeTurns, pressing: Sequence[RequestView]
+) -> None:
     """Offline requests that run already: decodes first, then prefills in order. Decodes whose turn
-    it is not are put off, see `decode_deferred`.
+    it is not are put off, see `decode_deferred`. Of those that are `pressing` one gets its next
+    token before the others, and one a chunk.
 
     Where none of them finds the blocks to go on, one gives way to the others, least loss first.
     """
+    early = _decode_early(draft, pressing, limit_s)
     decodes, prefills = by_kind(still_running(draft))
-    able = draft.with_blocks(decodes)
-    if not able and _are_stuck(draft, decodes, prefills):
+    able = draft.with_blocks([row for row in decodes if row is not early])
+    if not able and early is None and _are_stuck(draft, decodes, prefills):
         Victims(draft).make_room(draft.free_blocks + 1)
         decodes, prefills = by_kind(still_running(draft))
         able = draft.with_blocks(decodes)
     first = turns.first(draft, able)
-    going = set(map(id, first[: _decode_most(draft, first, limit_s)]))
+    ahead = _prefill_ahead(draft, pressing, limit_s)
+    first = first[: _decode_most(draft, first, limit_s, ahead)]
+    going = set(map(id, first if early is None else [early, *first]))
     if len(going) < len(decodes):
         for request in decodes:
             if id(request) not in going:
                 draft.sit_out(request)
         draft.deferred = [request for request in able if id(request) not in going]
+    if ahead is not None:
+        prefills.sort(key=lambda row: row is not ahead)
     for request in prefills:
         computed = request.num_computed_tokens
         left = min(request.prefill_left_tokens, draft.room_tokens(request, computed))
         chunk = draft.chunk(computed, left, limit_s)
         draft.prefill(request, chunk if chunk >= min(left, MIN_CHUNK_TOKENS) else 0)
+
+
+def _decode_early(
+    draft: Draft, pressing: Sequence[RequestView], limit_s: float
+) -> RequestView | None:
+    """Let the first pressing row decode for which there are time and blocks."""
+    decodes, _ = by_kind(pressing)
+    for request in decodes[:MAX_TRIED_EARLY]:
+        if request not in draft.preempted and draft.decode_rows([request], limit_s):
+            return request
+    return None
+
+
+def _prefill_ahead(
+    draft: Draft, pressing: Sequence[RequestView], limit_s: float
+) -> RequestView | None:
+    """The first pressing row for whose least chunk there are time and blocks."""
+    _, prefills = by_kind(pressing)
+    for request in prefills[:MAX_TRIED_EARLY]:
+        computed = request.num_computed_tokens
+        least = min(request.prefill_left_tokens, MIN_CHUNK_TOKENS)
+        if request in draft.preempted or draft.room_tokens(request, computed) < least:
+            continue
+        if draft.chunk(computed, least, limit_s) == least:
+            return request
+    return None
 
 
 def still_running(draft: Draft) -> Sequence[RequestView]:
@@ -105,14 +141,23 @@ def _are_stuck(
     )
 
 
-def _decode_most(draft: Draft, requests: Sequence[RequestView], limit_s: float) -> int:
-    """Let as many of the first requests decode as fit; returns how many. O(log) predictions."""
+def _decode_most(
+    draft: Draft, requests: Sequence[RequestView], limit_s: float, ahead: RequestView | None = None
+) -> int:
+    """Let as many of the first requests decode as fit, beside the least chunk of a prefill that is
+    `ahead` of them; returns how many. O(log) predictions."""
+    trial = draft
+    if ahead is not None:
+        trial = draft.copy()
+        trial.prefill(ahead, min(ahead.prefill_left_tokens, MIN_CHUNK_TOKENS))
     num, size = 0, 1 << (len(requests) - 1).bit_length()
     while size and num < len(requests):
         part = requests[num : num + size]
-        if draft.decode_rows(part, limit_s):
+        if trial.decode_rows(part, limit_s):
             num += len(part)
         size //= 2
+    if ahead is not None:
+        draft.decode_rows(requests[:num], limit_s)
     return num
 
 
@@ -296,3 +341,13 @@ def _least_chunk(draft: Draft, computed_tokens: int, left_tokens: int, limit_s: 
     load.add(least, computed_tokens + least)
     most_s = max(limit_s, LITTLE_MORE * draft.view.model.predict_s(load))
     return max(least, draft.chunk(computed_tokens, left_tokens, most_s))
+
+
+def goes_on(draft: Draft) -> bool:
+    """Whether any row gets something in the step."""
+    running = draft.view.offline_running
+    return bool(
+        draft.num_offline_decodes
+        or any(draft.caps.get(row.request_id) for row in running)
+        or any(row.is_offline for row in draft.admitted)
+    )

@@ -282,7 +282,7 @@ class OnTimeOrder(ArrivalOrder):
         if aged is None or len(prompts) == 1:
             return fill_in_order(draft, prompts, limit_s, victims)
         others = [request for request in prompts if request is not aged]
-        if not (draft.fits_lora(aged) or victims.can_free_adapter()):
+        if not victims.may_have_adapter(aged):
             # Where no new call takes the others' adapters, they end some day.
             may_come = {0, aged.lora_id}
             begun = begun_ids(draft.view)

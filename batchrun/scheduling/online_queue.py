@@ -158,8 +158,7 @@ def admit_call(draft: Draft, victims: Victims, request: RequestView, limit_s: fl
     view = draft.view
     if draft.tokens_left <= 0:
         return False
-    has_adapter = draft.fits_lora(request)
-    if not has_adapter and not victims.can_free_adapter():
+    if not victims.may_have_adapter(request):
         return True
     hit = view.look_up(request)
     left = request.num_tokens - hit.num_tokens
@@ -170,7 +169,7 @@ def admit_call(draft: Draft, victims: Victims, request: RequestView, limit_s: fl
     room = need + draft.promised_blocks + view.watermark_blocks
     if room > draft.free_blocks + draft.offline_blocks:
         return False
-    if not has_adapter:
+    if not draft.fits_lora(request):
         victims.free_adapter()
     victims.make_room(room, slots=1)
     if draft.free_blocks < room or draft.slots_left <= 0:

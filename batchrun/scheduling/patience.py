@@ -1,13 +1,14 @@
-"""Which waiting rows are not overtaken any more, so that every row gets its turn.
+"""Which rows are not overtaken any more, so that every row gets its turn.
 
 The fill of a step prefers rows whose prefix is cached, short ones, and prefixes worth more: those
-that stand before them in the order wait. How long they may is kept here, in O(1) for a step.
+that stand before them in the order wait. How long they may is kept here, in O(1) for a step. Of
+those that run it prefers what takes little time: `Standstill` tells which have had none for long.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import islice
 
 from batchrun.scheduling.view import EngineView, Group, RequestView
@@ -79,3 +80,33 @@ class Patience:
         place = place_of(row)
         since_s = next((at_s for last, at_s in self._marks if last > place), now_s)
         return now_s - max(since_s, row.arrival_at_s, row.preempted_at_s) > OVERTAKEN_S
+
+
+class Standstill:
+    """Running rows of one engine for whose prompt, or next token, steps have had no time for long,
+    though others went on.
+
+    One that has waited for `OVERTAKEN_S` presses from then on, until it ends or is preempted.
+    """
+
+    def __init__(self) -> None:
+        self._since_s: dict[str, float] = {}
+        self._noted_at_s = 0.0
+        self._pressing: set[str] = set()
+
+    def pressing(self, view: EngineView) -> Sequence[RequestView]:
+        """Those of the running rows that press, the one that waits longest first."""
+        since_s, late_s = self._since_s, view.now_s - OVERTAKEN_S
+        self._pressing.update(each for each, at_s in since_s.items() if at_s < late_s)
+        if not self._pressing:
+            return ()
+        rows = [row for row in view.offline_running if row.request_id in self._pressing]
+        self._pressing = {row.request_id for row in rows}
+        return sorted(rows, key=lambda row: since_s.get(row.request_id, view.now_s))
+
+    def note(self, request_ids: Iterable[str], now_s: float, *, goes_on: bool) -> None:
+        """These are at a prompt, or get no token in the step; where no row `goes_on` in it, none
+        has waited for others."""
+        since_s, rest_s = self._since_s, 0.0 if goes_on else now_s - self._noted_at_s
+        self._since_s = {each: since_s.get(each, now_s - rest_s) + rest_s for each in request_ids}
+        self._noted_at_s = now_s

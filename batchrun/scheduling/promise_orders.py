@@ -168,13 +168,16 @@ class SlackOrder(ArrivalOrder):
         self, draft: Draft, prompts: Sequence[RequestView], limit_s: float, victims: Victims
     ) -> bool:
         """Of those that remain about as long as the first, or are late as it is, the one that
-        leaves least of tokens and blocks, each as a share of all."""
+        leaves least of tokens and blocks, each as a share of all; until the rest waits for adapters
+        that calls hold."""
         left, has_room = list(prompts), True
         running, view = set(map(id, draft.view.online_running)), draft.view
-        while left:
+        able = {id(c) for c in prompts if id(c) in running or victims.may_have_adapter(c)}
+        while able:
             near = self._near(view, left)
             call = min(near, key=lambda each: self._distance(draft, each))
             left.remove(call)
+            able.discard(id(call))
             if id(call) in running:
                 go_on(draft, call, limit_s)
             elif has_room:
@@ -184,7 +187,7 @@ class SlackOrder(ArrivalOrder):
         for call in left:
             if id(call) in running:
                 go_on(draft, call, limit_s)
-        return has_room and not left
+        return has_room and (not left or draft.tokens_left > 0)
 
     def _near(self, view: EngineView, left: Sequence[RequestView]) -> list[RequestView]:
         first_s, level = self._remains_s(view, left[0]), left[0].priority

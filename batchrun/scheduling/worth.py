@@ -76,6 +76,8 @@ class Victims:
         self._draft = draft
         self._rows: list[_Choice] | None = None
         self._broken_groups: set[Group | None] = set()
+        self._adapters: dict[int, list[_Choice]] = {}
+        self._adapters_known_at = (-1, -1)
 
     def make_room(self, blocks: int, slots: int = 0) -> None:
         """Preempt offline requests until so many blocks and slots are free, least loss first.
@@ -96,9 +98,10 @@ class Victims:
             else:
                 self._preempt(max(choices, key=lambda choice: choice.freed_blocks))
 
-    def can_free_adapter(self) -> bool:
-        """Whether offline requests hold an adapter that no online request uses."""
-        return bool(self._by_adapter())
+    def may_have_adapter(self, request: RequestView) -> bool:
+        """Whether the adapter of a waiting call fits, or offline requests hold one that no online
+        request uses. Once False for a call, it stays so in the draft."""
+        return self._draft.fits_lora(request) or bool(self._by_adapter())
 
     def free_adapter(self) -> None:
         """Preempt the offline requests of one such adapter, least loss first."""
@@ -109,13 +112,18 @@ class Victims:
         self._draft.loras.discard(adapter)
 
     def _by_adapter(self) -> dict[int, list[_Choice]]:
+        """Looked at again when somebody was admitted or preempted."""
         draft = self._draft
+        known_at = len(draft.admitted), len(draft.preempted)
+        if known_at == self._adapters_known_at:
+            return self._adapters
         in_use = {r.lora_id for r in (*draft.view.online_running, *draft.admitted)}
         rows: dict[int, list[_Choice]] = {}
         for row in self._left():
             lora_id = row.requests[0].lora_id
             if lora_id and lora_id not in in_use:
                 rows.setdefault(lora_id, []).append(row)
+        self._adapters, self._adapters_known_at = rows, known_at
         return rows
 
     def _left(self) -> list[_Choice]:

@@ -28,7 +28,7 @@ class KeyLimits:
     """The most that a key may do; None: what holds for all keys of its role.
 
     `enqueued_tokens` bounds the prompt tokens of its batches that have not ended, by estimate;
-    `stored_bytes` what all its files hold together when it uploads another. `concurrent_calls`
+    `stored_bytes` what its files and batches hold when it makes another. `concurrent_calls`
     bounds its online calls in flight, `max_weight` and `min_deadline_s` what its batches may name.
     """
 

@@ -16,7 +16,13 @@ from sqlalchemy import ColumnElement, Connection, Row, Select, func, insert, sel
 
 from batchrun.errors import QuotaError, StateError
 from batchrun.store.database import Store
-from batchrun.store.files import NewFile, insert_file, refuse_too_much, sum_stored_bytes
+from batchrun.store.files import (
+    RECORD_BYTES,
+    NewFile,
+    insert_file,
+    refuse_too_much,
+    sum_stored_bytes,
+)
 from batchrun.store.jobs import (
     BATCH_PREFIX,
     OPEN,
@@ -110,7 +116,7 @@ class BatchRecord:
 @dataclass(frozen=True, slots=True)
 class WantedBatch:
     """A batch to be added with its job; its owner may have `max_open` that have not ended, and
-    files of `max_stored_bytes`."""
+    store `max_stored_bytes`."""
 
     batch: NewBatch
     job: NewJob
@@ -128,32 +134,44 @@ def create_all(
     for one whose owner has as much as he may have.
     """
     found: list[BatchRecord | QuotaError] = []
+    stored_bytes: dict[str | None, int] = {}
     with store.write() as connection:
         for one in wanted:
             try:
-                found.append(_create(connection, one, now_s))
+                found.append(_create(connection, one, stored_bytes, now_s))
             except QuotaError as error:
                 found.append(error)
     return found
 
 
-def _create(connection: Connection, wanted: WantedBatch, now_s: float) -> BatchRecord:
-    batch, max_open = wanted.batch, wanted.max_open
+def _create(
+    connection: Connection, wanted: WantedBatch, stored_bytes: dict[str | None, int], now_s: float
+) -> BatchRecord:
+    """`stored_bytes` keeps what each owner stores: others wait while it is summed."""
+    batch = wanted.batch
     if batch.idempotency_hash is not None:
         same = batches.c.idempotency_hash == batch.idempotency_hash
         found = connection.execute(_query().where(same)).first()
         if found is not None:
             return _record(found)
-    if wanted.max_stored_bytes is not None:
-        stored_bytes = sum_stored_bytes(connection, batch.owner, now_s)
-        refuse_too_much(stored_bytes, 0, wanted.max_stored_bytes)
-    if max_open is not None and len(_open_ones(connection, batch.owner)) >= max_open:
-        raise QuotaError(f"this API key may have {max_open} at once; wait until a batch has ended")
-    seq = insert_job(connection, wanted.job, now_s=now_s).seq
     values = asdict(batch)
     values["metadata"] = None if batch.metadata is None else json.dumps(batch.metadata)
+    values["record_bytes"] = len(values["metadata"] or "")
+    _refuse_too_many(connection, batch.owner, wanted.max_open)
+    if wanted.max_stored_bytes is not None:
+        if batch.owner not in stored_bytes:
+            stored_bytes[batch.owner] = sum_stored_bytes(connection, batch.owner, now_s)
+        refuse_too_much(stored_bytes[batch.owner], values["record_bytes"], wanted.max_stored_bytes)
+    seq = insert_job(connection, wanted.job, now_s=now_s).seq
     connection.execute(insert(batches).values(job_seq=seq, **values))
+    if batch.owner in stored_bytes:
+        stored_bytes[batch.owner] += RECORD_BYTES + values["record_bytes"]
     return _read(connection, wanted.job.id)
+
+
+def _refuse_too_many(connection: Connection, owner: str | None, max_open: int | None) -> None:
+    if max_open is not None and len(_open_ones(connection, owner)) >= max_open:
+        raise QuotaError(f"this API key may have {max_open} at once; wait until a batch has ended")
 
 
 def start(
@@ -196,8 +214,8 @@ def fail(store: Store, batch_id: str, errors: Sequence[BatchError], *, now_s: fl
         job = move_job(
             connection, batch_id, allowed, JobState.FAILED, reason=reason, finished_at=now_s
         )
-        same_job = batches.c.job_seq == job.seq
-        connection.execute(update(batches).where(same_job).values(errors=listed))
+        kept = {"errors": listed, "record_bytes": batches.c.record_bytes + len(listed)}
+        connection.execute(update(batches).where(batches.c.job_seq == job.seq).values(**kept))
         return _read(connection, batch_id)
 
 
@@ -260,21 +278,18 @@ def list_page(
     store: Store, *, limit: int, after: BatchRecord | None = None, scope: str | None = None
 ) -> list[BatchRecord]:
     """Up to `limit` batches that are older than `after`, newest first."""
-    query = _within(scope).order_by(jobs.c.seq.desc()).limit(limit)
+    query = _within(scope).order_by(batches.c.job_seq.desc()).limit(limit)
     if after is not None:
-        query = query.where(jobs.c.seq < after.job.seq)
+        query = query.where(batches.c.job_seq < after.job.seq)
     with store.read() as connection:
         return [_record(row) for row in connection.execute(query)]
 
 
 def _open_ones(connection: Connection, owner: str | None) -> Sequence[int]:
     """The batches of an owner that have not ended: the tokens that each keeps."""
-    query = (
-        select(func.coalesce(batches.c.num_enqueued_tokens, 0))
-        .join(jobs, batches.c.job_seq == jobs.c.seq)
-        .where(batches.c.owner == owner, jobs.c.state.in_(OPEN))
-    )
-    return connection.execute(query).scalars().all()
+    is_open = batches.c.job_seq.in_(select(jobs.c.seq).where(jobs.c.state.in_(OPEN)))
+    tokens = select(func.coalesce(batches.c.num_enqueued_tokens, 0))
+    return connection.execute(tokens.where(batches.c.owner == owner, is_open)).scalars().all()
 
 
 def _within(scope: str | None) -> Select[Any]:
@@ -292,7 +307,7 @@ def _read(connection: Connection, batch_id: str) -> BatchRecord:
 
 def _record(row: Row[Any]) -> BatchRecord:
     values = {column.name: getattr(row, f"batch_{column.name}") for column in batches.c}
-    del values["job_seq"], values["idempotency_hash"]
+    del values["job_seq"], values["idempotency_hash"], values["record_bytes"]
     for name in ("metadata", "errors"):
         values[name] = None if values[name] is None else json.loads(values[name])
     if values["errors"] is not None:

@@ -79,7 +79,8 @@ def _check_batches(connection: Connection) -> Iterator[Violation]:
     alone = select(batches.c.job_seq).where(batches.c.job_seq.not_in(select(jobs.c.seq)))
     for seq in connection.execute(alone).scalars():
         yield Violation(f"batches: one of job number {seq}, which does not exist")
-    query = select(jobs.c.id, jobs.c.state, jobs.c.started_at, batches)
+    about_job = (jobs.c.id, jobs.c.state, jobs.c.started_at, jobs.c.results_removed_at)
+    query = select(*about_job, batches)
     query = query.outerjoin(batches, batches.c.job_seq == jobs.c.seq).order_by(jobs.c.seq)
     for row in connection.execute(query).all():
         yield from (Violation(what, row.id) for what in _batch_faults(row))
@@ -91,7 +92,8 @@ def _batch_faults(row: Row[Any]) -> Iterator[str]:
         yield "is a batch" if is_batch else "is called a batch, and is none"
     if not is_batch:
         return
-    if (row.errors is not None) is not (row.state == JobState.FAILED):
+    has_errors = row.state == JobState.FAILED and row.results_removed_at is None
+    if (row.errors is not None) is not has_errors:
         yield f"{row.state}, and its input has {'errors' if row.errors else 'none'}"
     if (row.model is None) is not (row.started_at is None):
         yield f"its model is {row.model}, and it started at {row.started_at}"

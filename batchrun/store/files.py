@@ -8,18 +8,23 @@ from __future__ import annotations
 
 import secrets
 import string
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, delete, func, insert, or_, select
 
 from batchrun.errors import QuotaError
 from batchrun.store.database import Store
-from batchrun.store.schema import files
+from batchrun.store.schema import batches, files
 
 ID_PREFIX = "file-"
 ID_ALPHABET = string.ascii_letters + string.digits
 ID_LENGTH = 24
+RECORD_BYTES = 4096
+"""What a file or a batch counts beside its bytes: the store keeps its names and ids."""
+OwnerFilter = Callable[[ColumnElement[str | None]], ColumnElement[bool]]
 
 
 def new_file_id() -> str:
@@ -74,7 +79,7 @@ def add(
 ) -> FileRecord:
     """Add a file; once this returns, it survives any crash.
 
-    Raises QuotaError when its owner's files would hold more than `max_stored_bytes`.
+    Raises QuotaError when its owner would store more than `max_stored_bytes`.
     """
     with store.write() as connection:
         if max_stored_bytes is not None:
@@ -84,34 +89,42 @@ def add(
 
 
 def refuse_too_much(stored_bytes: int, more_bytes: int, max_stored_bytes: int) -> None:
-    """Raises QuotaError where a key's files would hold more than it may store."""
-    if stored_bytes + more_bytes > max_stored_bytes:
+    """Raises QuotaError where a key would store too much with another file or batch."""
+    if stored_bytes + RECORD_BYTES + more_bytes > max_stored_bytes:
         raise QuotaError(
             f"this API key may store {max_stored_bytes} bytes and has stored {stored_bytes}; "
-            "delete files that you do not need"
+            "delete files that you do not need, or ask the operator to remove old batches"
         )
 
 
 def stored_bytes(store: Store, owner: str | None, *, now_s: float) -> int:
-    """What the files of an owner hold together."""
+    """What the files and batches of an owner count together."""
     with store.read() as connection:
         return sum_stored_bytes(connection, owner, now_s)
 
 
 def stored_by_owner(store: Store, *, now_s: float) -> dict[str, int]:
-    """What the files of each API key hold together, by its id."""
-    total = func.coalesce(func.sum(files.c.size_bytes), 0)
-    query = select(files.c.owner, total).where(files.c.owner.is_not(None), _is_alive(now_s))
+    """What the files and batches of each API key count together, by its id."""
     with store.read() as connection:
-        found = connection.execute(query.group_by(files.c.owner))
-        return {owner: int(num_bytes) for owner, num_bytes in found}
+        return _sums(connection, now_s, lambda owner: owner.is_not(None))
 
 
 def sum_stored_bytes(connection: Connection, owner: str | None, now_s: float) -> int:
     """As `stored_bytes`, within a transaction."""
-    total = select(func.coalesce(func.sum(files.c.size_bytes), 0))
-    found = connection.execute(total.where(files.c.owner == owner, _is_alive(now_s)))
-    return int(found.scalar_one())
+    return _sums(connection, now_s, lambda of: of == owner)[owner]
+
+
+def _sums(connection: Connection, now_s: float, is_meant: OwnerFilter) -> Counter[Any]:
+    sums: Counter[Any] = Counter()
+    for size_bytes, is_kept in (
+        (files.c.size_bytes, _is_alive(now_s)),
+        (batches.c.record_bytes, batches.c.record_bytes.is_not(None)),
+    ):
+        owner = size_bytes.table.c.owner
+        query = select(owner, func.sum(size_bytes + RECORD_BYTES)).group_by(owner)
+        for found, num_bytes in connection.execute(query.where(is_meant(owner), is_kept)):
+            sums[found] += int(num_bytes)
+    return sums
 
 
 def insert_file(connection: Connection, file: NewFile, *, now_s: float) -> FileRecord:

@@ -158,6 +158,18 @@ def _bound_calls_and_batches(op: Operations) -> None:
     op.add_column("api_keys", sa.Column("min_deadline_s", sa.Float))
 
 
+def _find_what_a_key_stores(op: Operations) -> None:
+    """Also what the metadata and the errors of a batch hold; removals left them until here."""
+    op.add_column("batches", sa.Column("record_bytes", sa.BigInteger))
+    removed = "job_seq IN (SELECT seq FROM jobs WHERE results_removed_at IS NOT NULL)"
+    op.execute(f"UPDATE batches SET metadata = NULL, errors = NULL WHERE {removed}")
+    size = "coalesce(length(metadata), 0) + coalesce(length(errors), 0)"
+    op.execute(f"UPDATE batches SET record_bytes = {size} WHERE NOT {removed}")
+    op.create_index("ix_files_owner", "files", ["owner", "seq", "expires_at", "size_bytes"])
+    op.create_index("ix_files_purpose", "files", ["owner", "purpose", "seq"])
+    op.create_index("ix_batches_owner", "batches", ["owner", "job_seq", "record_bytes"])
+
+
 def _numbered(name: str) -> sa.Column[int]:
     return sa.Column(name, sa.Integer, primary_key=True, autoincrement=True)
 
@@ -173,6 +185,7 @@ MIGRATIONS: dict[str, Callable[[Operations], None]] = {
     "0004": _add_api_keys,
     "0005": _limit_stored_bytes,
     "0006": _bound_calls_and_batches,
+    "0007": _find_what_a_key_stores,
 }
 """By the revision that each leads to, in their order."""
 

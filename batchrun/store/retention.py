@@ -15,7 +15,7 @@ from sqlalchemy import delete, exists, func, or_, select, update
 from batchrun.errors import StateError, StoreError, StoreFullError
 from batchrun.store.database import Store
 from batchrun.store.jobs import ENDED, OPEN, JobRecord, record_of
-from batchrun.store.schema import attempts, bodies, jobs, results, suspects
+from batchrun.store.schema import attempts, batches, bodies, jobs, results, suspects
 from batchrun.store.sqlite import open_cursor, read_pragma, run_to_end
 
 ROWS_AT_ONCE = 5_000
@@ -52,7 +52,8 @@ def body_bytes(store: Store, job_seq: int) -> int:
 
 
 def remove_results(store: Store, record: JobRecord, *, now_s: float) -> Iterator[int]:
-    """Remove a job's results, replies, attempts and suspects; yields how many results are gone.
+    """Remove a job's results, replies, attempts and suspects, the metadata and errors of a batch;
+    yields how many results are gone.
 
     Many short transactions, so that a daemon can write in between. Raises StateError for a job
     that has not ended.
@@ -75,6 +76,11 @@ def _mark(store: Store, record: JobRecord, now_s: float) -> None:
             update(jobs)
             .where(jobs.c.seq == record.seq, is_unmarked)
             .values(results_removed_at=now_s)
+        )
+        connection.execute(
+            update(batches)
+            .where(batches.c.job_seq == record.seq)
+            .values(metadata=None, errors=None, record_bytes=None)
         )
 
 

@@ -6,7 +6,7 @@ then they stay, also when its results are removed. `attempts` and `suspects` hol
 that were retried or were in flight when an engine died. A batch of OpenAI's API is a job with a row
 in `batches`; what `files` names lies in the home folder, each file under its id. Of an API key only
 a hash is kept; `owner` is the id of the key that made a file or a batch, null where none was asked
-for.
+for. `record_bytes` of a batch are those of its metadata and errors, null once these are forgotten.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from sqlalchemy import (
     Connection,
     Engine,
     Float,
+    Index,
     Integer,
     LargeBinary,
     MetaData,
@@ -120,6 +121,8 @@ files = Table(
     Column("sha256", String(64), nullable=False),
     Column("created_at", Float, nullable=False),
     Column("expires_at", Float),
+    Index("ix_files_owner", "owner", "seq", "expires_at", "size_bytes"),
+    Index("ix_files_purpose", "owner", "purpose", "seq"),
     sqlite_autoincrement=True,
 )
 
@@ -141,6 +144,8 @@ batches = Table(
     Column("idempotency_hash", String(64), unique=True),
     Column("request_hash", String(64), nullable=False),
     Column("num_enqueued_tokens", BigInteger),
+    Column("record_bytes", BigInteger),
+    Index("ix_batches_owner", "owner", "job_seq", "record_bytes"),
 )
 
 api_keys = Table(
@@ -165,7 +170,7 @@ api_keys = Table(
 )
 
 
-REVISIONS = ("0001", "0002", "0003", "0004", "0005", "0006")
+REVISIONS = ("0001", "0002", "0003", "0004", "0005", "0006", "0007")
 """Every schema that a released batchrun wrote, oldest first."""
 HEAD = REVISIONS[-1]
 

@@ -134,6 +134,12 @@ def cuts_no_image(config: VllmConfig) -> bool:
     return is_whole and config.model_config.supports_multimodal_inputs
 
 
+def largest_chunk_tokens(scheduler: Scheduler) -> int:
+    """Tokens that one of several prompts gets in a step at most."""
+    most = scheduler.max_num_scheduled_tokens
+    return min(most, scheduler.scheduler_config.long_prefill_token_threshold or most)
+
+
 def awaits_stale_output(request: Request) -> bool:
     """Whether output of before a preemption is still to come: vLLM admits no such request."""
     return bool(request.num_stale_output_tokens and not request.drop_stale_output)
@@ -354,9 +360,10 @@ def _throw_away(
 
 
 def _check(scheduler: SchedulerT, rehearse: Rehearse[SchedulerT]) -> None:
-    unit = min(UNIT_TOKENS, max(scheduler.max_num_scheduled_tokens // 2, 1))
-    if scheduler.need_mamba_block_aligned_split:
-        unit = scheduler.block_size
+    most, block_tokens = largest_chunk_tokens(scheduler), scheduler.cache_config.block_size
+    unit = min(UNIT_TOKENS, max(most // 2, 1))
+    if scheduler.need_mamba_block_aligned_split and block_tokens <= most:
+        unit = block_tokens
     prompt = NUM_UNITS * unit
     first = _request("self-test-1", prompt, scheduler.hash_block_size)
     second = _request("self-test-2", prompt, scheduler.hash_block_size)

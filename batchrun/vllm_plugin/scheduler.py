@@ -22,7 +22,7 @@ from batchrun.errors import BatchrunError
 from batchrun.scheduling.policies import VLLMS_QUEUES, Policy, make_policy
 from batchrun.scheduling.view import EngineView, Plan
 from batchrun.types import RequestClass
-from batchrun.vllm_plugin.compat import check_plans_are_obeyed, preempt
+from batchrun.vllm_plugin.compat import check_plans_are_obeyed, largest_chunk_tokens, preempt
 from batchrun.vllm_plugin.control import DaemonLink, InForce
 from batchrun.vllm_plugin.estimates import StepRecorder, scheduled_load
 from batchrun.vllm_plugin.planner import ViewBuilder, plan_step, running_order, with_adapters
@@ -228,9 +228,7 @@ class ColocatedScheduler(AsyncScheduler):
             return capped
         if rest <= most:
             return rest
-        threshold = self.scheduler_config.long_prefill_token_threshold
-        most_ever = min(self.max_num_scheduled_tokens, threshold or self.max_num_scheduled_tokens)
-        return 0 if rest <= most_ever else most
+        return 0 if rest <= largest_chunk_tokens(self) else most
 
     # The signature is vLLM's.
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:  # noqa: FBT001, FBT002

@@ -81,7 +81,7 @@ class PluginSettings(BaseModel):
     online_cost: OnlineCostFactor | None = None
     reserve: Annotated[float, Field(ge=0, lt=1)] | Literal["forecast"] = "forecast"
     forecast_rule: ForecastRule = ForecastRule.GROWTH
-    forecast_window_s: Annotated[int, Field(ge=300)] = 900
+    forecast_window_s: Annotated[int, Field(ge=300, le=604_800)] = 900
     forecast_sigmas: Annotated[float, Field(ge=0)] | None = None
     profile: str | None = None
     channel: bool = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from scheduler_rig import BLOCK_TOKENS, answer, build, make_request, run
 from vllm.config import VllmConfig
@@ -72,6 +73,29 @@ def test_chunks_of_a_mamba_model_end_on_block_boundaries_however_small_the_caps(
                 assert request.num_computed_tokens % BLOCK_TOKENS == 0
         answer(scheduler, output)
     assert num_chunks > 50
+
+
+@pytest.mark.parametrize(("budget", "threshold"), [(12, 0), (2_048, 10)])
+def test_a_state_larger_than_any_chunk_takes_several(budget: int, threshold: int) -> None:
+    def change(config: VllmConfig) -> None:
+        aligned(config)
+        config.scheduler_config.long_prefill_token_threshold = threshold
+
+    more = {"token_budget": budget, "max_num_seqs": 8, "block_tokens": BLOCK_TOKENS}
+    scheduler = mixed([FULL, MAMBA], change=change, **more)
+    rests = set()
+    while scheduler.has_unfinished_requests():
+        output = scheduler.schedule()
+        assert output.total_num_scheduled_tokens, "it stands still"
+        for name, num_tokens in output.num_scheduled_tokens.items():
+            request = scheduler.requests[name]
+            rest = request.num_computed_tokens % BLOCK_TOKENS
+            if request.is_prefill_chunk:
+                rests.add(rest)
+                assert not rest or rest >= num_tokens, "it ends in another block, in the middle"
+        answer(scheduler, output)
+    assert len(rests) > 1
+    assert scheduler.state.num_policy_errors == 0
 
 
 def test_children_of_n_choices_count_their_row_once() -> None:

@@ -114,6 +114,14 @@ def test_a_small_token_budget_is_no_wrong_version(budget: int) -> None:
     build(token_budget=budget, max_num_seqs=1)
 
 
+@pytest.mark.parametrize("threshold", [1, 2, 15, 16])
+def test_a_small_threshold_of_long_prefills_is_no_wrong_version(threshold: int) -> None:
+    def change(config: VllmConfig) -> None:
+        config.scheduler_config.long_prefill_token_threshold = threshold
+
+    build(change=change)
+
+
 def test_the_self_test_leaves_no_trace() -> None:
     stock, mine = build(AsyncScheduler, log_stats=True), ours(build(log_stats=True))
     for scheduler in (stock, mine):

@@ -68,6 +68,15 @@ async def test_end_to_end_headers_cross_and_hop_by_hop_headers_do_not(tmp_path: 
         assert {"X-Private", "TE"}.isdisjoint(seen)
 
 
+async def test_no_header_asks_or_tells_how_busy_an_engine_is(tmp_path: Path) -> None:
+    async with rig(tmp_path) as (engine, gateway):
+        engine.reply_headers = {"Endpoint-Load-Metrics": "TEXT named_metrics.waiting=4"}
+        async with gateway.post(HELLO, headers={"endpoint-load-metrics-format": "TEXT"}) as reply:
+            assert reply.status == 200
+        seen = [*engine.seen[0].headers, *reply.headers]
+        assert not [name for name in seen if name.lower().startswith("endpoint-load-metrics")]
+
+
 @pytest.mark.parametrize(
     ("sent", "is_kept"),
     [("mine-1", True), ("batchrun-1-job-2-1", False), ("BatchRun-x", False), ("a" * 500, False)],

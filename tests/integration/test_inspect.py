@@ -180,7 +180,8 @@ def test_distributions_are_drawn_in_one_page_with_nothing_outside_it(cli: Cli) -
     [
         ("job.yaml --kv-tokens 0", "invalid value for '--kv-tokens'"),
         ("job.yaml --html absent/page.html", "--html absent/page.html: there is no folder absent"),
-        ("job.yaml --html home.d", "--html home.d: cannot be written: Is a directory"),
+        ("job.yaml --html home.d", "--html home.d: is a folder; name a file"),
+        ("job.yaml --html=", "--html .: is a folder; name a file"),
         ("empty.yaml", "empty.parquet: the input has no rows"),
         ("rows.parquet", "rows.parquet: no such job"),
     ],

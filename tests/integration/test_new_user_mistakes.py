@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import sys
 from pathlib import Path
@@ -15,6 +16,8 @@ from deployment_rig import JOB_FILE
 
 from batchrun.engine.command import ManagedSettings
 from benchmarks.deployment import free_port
+
+LONG_NAME = "x" * 256
 
 
 @pytest.fixture
@@ -52,6 +55,10 @@ def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         ("resume x", 3, "no daemon runs for"),
         ("cancel x", 3, "no daemon runs for"),
         ("pause a/b", 2, "'a/b': no such job;"),
+        *(
+            (f"{each} \udcff", 2, r"b'\xff': this argument is not UTF-8")
+            for each in ("status", "cancel", "keys revoke")
+        ),
         ("offline on", 3, "no daemon runs for"),
         ("submit job.yaml --wait", 3, "job.yaml was not submitted: no daemon runs to wait for"),
         ("submit job.yaml --home rows.parquet", 2, "rows.parquet: cannot be the home (it is a"),
@@ -86,6 +93,11 @@ def test_a_wrong_call_is_one_line(cli: Cli, call: str, exit_code: int, line: str
         ("out.parquet", "rows.parquet", "job.yaml:8: output.path: would overwrite the input"),
         ("out.parquet", "job.yaml/out.jsonl", "job.yaml is not a folder"),
         ("out.parquet", "dir.jsonl", "dir.jsonl: is a folder; name a file"),
+        ("out.parquet", "gone/out.jsonl", "gone is not a folder"),
+        ("out.parquet", f"{LONG_NAME}.jsonl", "cannot be written: File name too long"),
+        ("out.parquet", f"new/{LONG_NAME}/out.jsonl", "cannot be written: File name too long"),
+        ("rows.parquet", f"{LONG_NAME}.jsonl", "cannot be read: File name too long"),
+        ("rows.parquet", f"{LONG_NAME}/*.jsonl", "no file matches this pattern"),
         (
             "{{ text }}",
             "hello",
@@ -130,10 +142,28 @@ def test_a_wrong_job_is_refused_in_one_line_and_not_added(
     assert json.loads(cli("status", "--json")[1])["jobs"] == []
 
 
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read and write everything")
+@pytest.mark.parametrize(
+    ("right", "wrong", "line"),
+    [
+        ("rows.parquet", "shut/in/rows.parquet", "rows.parquet: cannot be read: Permission denied"),
+        ("out.parquet", "shut/in/out.jsonl", "job.yaml:8: output.path: "),
+    ],
+)
+def test_a_folder_without_permission_is_told_in_one_line(
+    cli: Cli, right: str, wrong: str, line: str
+) -> None:
+    Path("shut").mkdir(mode=0)
+    Path("job.yaml").write_text(JOB_FILE.replace(right, wrong, 1))
+
+    assert line in line_of(cli("submit", "job.yaml", "--dry-run"), 2)
+
+
 def write_odd_files(rows: Path) -> None:
     """Inputs that cannot be used, and a folder named like an output."""
     for folder in ("folder", "dir.jsonl"):
         Path(folder).mkdir()
+    Path("gone").symlink_to("nowhere")
     pq.write_table(pq.read_table(rows).slice(0, 0), "empty.parquet")
     Path("torn.parquet").write_bytes(rows.read_bytes()[:-20])
     Path("text.parquet").write_text("id,text\n1,a\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import multiprocessing
 from contextlib import closing
@@ -177,8 +178,9 @@ def test_what_is_no_list_of_keys_is_one_line(tmp_path: Path, text: str) -> None:
 
 
 def test_a_bucket_fills_evenly_and_holds_a_minute(tmp_path: Path) -> None:
-    rates = RequestRates(tmp_path / "rates")
-    taken = [rates.take(1, 3, now_s=100.0) for _ in range(4)]
+    now_s = 100.0
+    rates = RequestRates(tmp_path / "rates", lambda: now_s)
+    taken = [rates.take(1, 3) for _ in range(4)]
     assert [rate.num_left for rate in taken] == [2, 1, 0, 0]
     assert [rate.retry_after_s for rate in taken] == [None, None, None, 20.0]
     assert taken[2].headers == {
@@ -187,17 +189,52 @@ def test_a_bucket_fills_evenly_and_holds_a_minute(tmp_path: Path) -> None:
         "x-ratelimit-reset-requests": "60000ms",
     }
     assert taken[3].headers["Retry-After"] == "20"
-    assert rates.take(2, 3, now_s=100.0).num_left == 2
-    assert rates.take(1, 3, now_s=119.0).retry_after_s == pytest.approx(1.0)
-    assert rates.take(1, 3, now_s=120.0).retry_after_s is None
-    assert rates.take(1, 3, now_s=1000.0).num_left == 2
-    assert rates.take(1, 3, now_s=5.0).num_left == 2
+    assert rates.take(2, 3).num_left == 2
+    now_s = 119.0
+    assert rates.take(1, 3).retry_after_s == pytest.approx(1.0)
+    now_s = 120.0
+    assert rates.take(1, 3).retry_after_s is None
+    now_s = 1000.0
+    assert rates.take(1, 3).num_left == 2
+    now_s = 5.0
+    assert rates.take(1, 3).num_left == 2
     rates.close()
 
 
+def test_a_clock_a_little_behind_that_of_another_worker_fills_no_bucket(tmp_path: Path) -> None:
+    now_s = 100.0
+    with closing(RequestRates(tmp_path / "rates", lambda: now_s)) as rates:
+        assert [rates.take(1, 2).num_left for _ in range(2)] == [1, 0]
+        now_s = 99.999
+        assert rates.take(1, 2).retry_after_s == 30.0
+
+
+def is_row_free(path: Path, seq: int) -> bool:
+    with path.open("r+b") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 16, seq * 16)
+        except BlockingIOError:
+            return False
+    return True
+
+
+def test_the_clock_is_read_when_no_other_worker_can_take(tmp_path: Path) -> None:
+    path = tmp_path / "rates"
+    found: list[bool] = []
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+
+        def clock_s() -> float:
+            found.append(pool.apply(is_row_free, (path, 1)))
+            return 100.0
+
+        with closing(RequestRates(path, clock_s)) as rates:
+            rates.take(1, 3)
+        assert [*found, pool.apply(is_row_free, (path, 1))] == [False, True]
+
+
 def take_many(path: Path, num: int) -> int:
-    rates = RequestRates(path)
-    return sum(rates.take(7, 50, now_s=9.0).retry_after_s is None for _ in range(num))
+    rates = RequestRates(path, lambda: 9.0)
+    return sum(rates.take(7, 50).retry_after_s is None for _ in range(num))
 
 
 def test_workers_share_one_count(tmp_path: Path) -> None:

@@ -125,9 +125,9 @@ async def test_batches_that_are_made_at_once_share_their_commits(store: Store) -
 
 
 def test_a_batch_that_was_made_is_found_though_its_owner_has_stored_too_much(store: Store) -> None:
-    full, more = (replace(wanted(key), max_stored_bytes=5) for key in "ab")
+    full, more = (replace(wanted(key), max_stored_bytes=5_000) for key in "ab")
     (made,) = batches.create_all(store, [full], now_s=1.0)
-    files.add(store, NewFile("in", "batch", 6, "0" * 64, None, "key_1"), now_s=1.0)
+    files.add(store, NewFile("in", "batch", 5_000, "0" * 64, None, "key_1"), now_s=1.0)
 
     again, other = batches.create_all(store, [full, more], now_s=2.0)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import math
 import random
 import time
@@ -12,8 +13,10 @@ from pathlib import Path
 from typing import cast
 
 import pytest
+from file_calls import largest_file_bytes
 from job_builders import make_active_job
 
+from batchrun.cli import status
 from batchrun.config import TimeoutsConfig
 from batchrun.daemon.daemon import Daemon
 from batchrun.daemon.faults import (
@@ -22,11 +25,13 @@ from batchrun.daemon.faults import (
     CircuitBreaker,
     retry_delay_s,
 )
-from batchrun.daemon.view import view_stored, with_deadline
+from batchrun.daemon.view import view_job, view_stored, with_deadline
 from batchrun.daemon.writer import Entry, ResultWriter
+from batchrun.jobs.spec import JobSpec
+from batchrun.jobs.submit import prepare_job
 from batchrun.store import jobs, results
 from batchrun.store.database import Store, open_store
-from batchrun.store.jobs import NewJob
+from batchrun.store.jobs import Counts, NewJob
 from batchrun.types import JobState, Outcome, OutcomeKind, RowError
 
 
@@ -144,6 +149,16 @@ async def test_a_job_without_a_deadline_has_that_of_the_timeouts(
     assert view["expires_at"] == record.created_at + 60
 
 
+def test_a_hit_rate_is_no_larger_than_what_is_said_to_be_possible(tmp_path: Path) -> None:
+    job = make_active_job(tmp_path / "job", [f"{'w ' * 110}{row}" for row in range(9)])
+    counts = Counts(9, num_prompt_tokens=1_000, num_cached_tokens=850)
+    more = {"num_cut": 0, "on_done": None, "engine_s": 0.0, "cost": None}
+
+    shown = dict(status._details(view_job(job.record, counts, active=job) | more, is_run=True))
+
+    assert shown["hit rate"] == "85% (best possible 85%)"
+
+
 async def test_a_task_of_the_daemons_own_that_fails_ends_it_and_says_why(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,3 +172,30 @@ async def test_a_task_of_the_daemons_own_that_fails_ends_it_and_says_why(
 
     with pytest.raises(ZeroDivisionError, match="a bug"):
         await asyncio.wait_for(daemon.run(), 60)
+
+
+async def test_a_job_without_room_for_a_scratch_copy_pauses_until_there_is(
+    store: Store, tmp_path: Path
+) -> None:
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"text": "%s"}\n' % (b"x" * 1_000) * 16_000))
+    spec = JobSpec.model_validate({
+        "name": "packed",
+        "input": {"path": str(path), "messages": [{"role": "user", "content": "{{ text }}"}]},
+        "output": {"path": str(tmp_path / "out.jsonl")},
+    })
+    record = jobs.create(store, prepare_job(spec, links=tmp_path / "links"), now_s=time.time())
+    daemon = Daemon(store, [], tmp_path / "links")
+    with largest_file_bytes(8_000_000):
+        running = asyncio.create_task(daemon.run())
+        async with asyncio.timeout(60):
+            while (now := jobs.get(store, record.id)).state is not JobState.PAUSED:
+                await asyncio.sleep(0.01)
+    assert f"no room for a scratch copy of {path}; free some space" in str(now.reason)
+
+    await daemon.resume(record.id)
+    async with asyncio.timeout(60):
+        while record.seq not in daemon.active:
+            await asyncio.sleep(0.01)
+    running.cancel()
+    await asyncio.wait([running])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import multiprocessing
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import AsyncExitStack, aclosing, closing
@@ -22,6 +23,7 @@ from aiohttp.test_utils import make_mocked_request
 from fastapi import FastAPI
 from job_builders import make_tree_job
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
 from store_builders import add_batch
 from test_choosing_engines import slot_of
 
@@ -35,7 +37,7 @@ from batchrun.engine.engine import AttachedEngine
 from batchrun.engine.sockets import EngineSockets
 from batchrun.errors import NotLeadingError, StoreUnreachableError
 from batchrun.hints import SloBounds
-from batchrun.home import GATEWAY_HEADER, Home
+from batchrun.home import CALLER_HEADER, GATEWAY_HEADER, Home
 from batchrun.jobs.batch import new_batch_job
 from batchrun.server.api.errors import (
     STANDS_BY,
@@ -68,6 +70,7 @@ from batchrun.server.gateway.tally import (
     create_tally,
 )
 from batchrun.server.web import history as page_history
+from batchrun.server.web import pages as page_streams
 from batchrun.server.web.gateway_figures import WINDOW_S, EngineCalls, GatewayFigures
 from batchrun.server.web.history import CHART_POINTS, History, KvSample, Sample
 from batchrun.server.web.pages import (
@@ -160,6 +163,22 @@ def test_workers_share_one_secret_that_only_the_owner_reads(tmp_path: Path) -> N
     assert len(path.read_bytes()) == 32
     assert path.stat().st_mode & 0o777 == 0o600
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_workers_replace_what_is_no_secret_by_the_same_one(tmp_path: Path) -> None:
+    """Such as lost power may leave."""
+    places = {tmp_path / str(len(left)): left for left in (b"", b"short", bytes(32), b"s" * 33)}
+    for place, left in places.items():
+        place.write_bytes(left)
+
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        one, other = (pool.map_async(read_or_make_secret, places) for _ in range(2))
+        made = one.get()
+        assert made == other.get()
+
+    assert made == [place.read_bytes() for place in places]
+    for secret, left in zip(made, places.values(), strict=True):
+        assert len(secret) == 32 and secret != left[:32]
 
 
 def test_a_proxy_that_replaces_the_name_of_the_host_is_told_of() -> None:
@@ -618,6 +637,43 @@ async def test_pages_of_users_leave_room_for_who_runs_the_deployment() -> None:
             await watch(Caller("key_ops"))
         with pytest.raises(HTTPException, match="pages are open;"):
             await watch(Caller("key_ops"))
+
+
+async def test_nothing_more_comes_once_the_key_of_a_page_is_revoked(sight: Sight) -> None:
+    store, pages = sight.daemon.store, Pages(sight, cast(Desk, None), Transfers("downloads", 1))
+    api_keys.add(store, NewApiKey("key_a", "a", "user", "0" * 64), now_s=1.0)
+    headers = [(GATEWAY_HEADER, "secret"), (CALLER_HEADER, "key_a")]
+    told = [(name.lower().encode(), value.encode()) for name, value in headers]
+    request = Request({"type": "http", "headers": told})
+
+    async def check() -> None:
+        await Callers(store, "secret").check(request)
+
+    events = aiter(pages.stream("jobs", USER, None, check).body_iterator)
+    for part in ("retry: ", "event: header", "event: view"):
+        assert str(await anext(events)).startswith(part)
+    api_keys.revoke(store, "key_a", now_s=2.0)
+    with pytest.raises(StopAsyncIteration):
+        await anext(events)
+
+
+async def test_a_page_outlives_a_store_that_is_away_for_a_while(
+    sight: Sight, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page_streams, "UPDATE_S", 0.0)
+    pages = Pages(sight, cast(Desk, None), Transfers("downloads", 1))
+
+    async def check() -> None:
+        raise StoreUnreachableError("db: cannot be reached")
+
+    events = aiter(pages.stream("jobs", USER, None, check).body_iterator)
+    for part in ("retry: ", "event: header", "event: view"):
+        assert str(await anext(events)).startswith(part)
+    job = add_batch_of_user(sight)
+    assert job.id in str(await anext(events))
+    monkeypatch.setattr(page_streams, "MAX_UNCHECKED_S", -1.0)
+    with pytest.raises(StopAsyncIteration):
+        await anext(events)
 
 
 async def test_no_job_is_a_view_that_there_is_not(sight: Sight) -> None:

@@ -18,6 +18,9 @@ CLOZE = [{"Q": "<mask-0> came.", "A": {"<mask-0>": "Ana"}, "S": "Ana came."}]
 CSV_HEADER = "video,frame_count,width,height,question,answer,qid,type,a0,a1,a2,a3,a4\n"
 CSV_ROWS = "77,2000,640,480,why,0,6,CH,a,b,c,d,e\n77,2000,640,480,how,4,7,CH,a,b,c,d,e\n"
 
+LONG_NUMBER = "9" * 5_000
+SURROGATE = '{"8": {"query": "q", "api_list": ["\\ud83d"]}}'
+
 Record = dict[str, str]
 
 
@@ -134,6 +137,7 @@ def test_a_video_is_as_long_as_its_frames_say(source: Path) -> None:
 def test_a_limit_keeps_the_first_rows(source: Path) -> None:
     put_loogle(source)
     assert len(imported("loogle", source, limit=2)) == 2
+    assert len(imported("loogle", source, limit=10**30)) == 5
 
 
 @pytest.mark.parametrize(
@@ -149,6 +153,16 @@ def test_a_limit_keeps_the_first_rows(source: Path) -> None:
         ("nextqa", "mc_val.csv", CSV_HEADER + CSV_ROWS.replace(",0,6", ",9,6"), "answer is 9"),
         ("nextqa", "mc_val.csv", CSV_HEADER + CSV_ROWS.replace("2000", "many"), "frame_count is"),
         ("toolbench", "stabletoolbench/G1_tool.json", "{\n!", r"G1_tool\.json:2: is not JSON"),
+        (
+            "loogle",
+            "longdep_qa.jsonl",
+            loogle_line(QA, text="\ud83d"),
+            "jsonl:1: holds half of a c",
+        ),
+        ("loogle", "longdep_qa.jsonl", loogle_line([QA[0] | {"A": {"a": {1}}}]), "jsonl:1: cannot"),
+        ("loogle", "longdep_qa.jsonl", f'{{"input": {LONG_NUMBER}}}\n', "jsonl:1: cannot be read"),
+        ("nextqa", "mc_val.csv", CSV_HEADER + CSV_ROWS.replace("2000", LONG_NUMBER), "frame_count"),
+        ("toolbench", "stabletoolbench/G1_tool.json", SURROGATE, "query 8: holds half of a char"),
         ("toolbench", "stabletoolbench/G1_tool.json", "[{}]", "entry 0: has no 'query_id'"),
         ("toolbench", "stabletoolbench/G1_tool.json", '{"8": {}}', "query 8: has no text 'query'"),
     ],

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+import pytest
 from echo_views import call, decoding_call, decoding_row, names, plan_of, row, view
 
 from batchrun.scheduling.view import RequestView
@@ -174,3 +175,35 @@ def test_the_adapter_of_a_call_is_nobodys_to_take() -> None:
     plan = plan_of(view(running=running, waiting=[call("call 2", lora_id=2)], max_loras=1))
 
     assert plan.preempt == () and plan.admit == ()
+
+
+def test_rows_give_up_one_adapter_after_the_other_and_calls_none() -> None:
+    rows = [decoding_row(f"row {i}", lora_id=i, num_followers=i) for i in (1, 2)]
+    calls = [call(f"call {i}", lora_id=i) for i in (3, 4, 5)]
+
+    plan = plan_of(view(running=rows, waiting=calls, max_loras=2))
+
+    assert names(plan.preempt) == ["row 1", "row 2"]
+    assert names(plan.admit) == ["call 3", "call 4"]
+
+
+class Counted(list[RequestView]):
+    """Knows how many times it was gone through."""
+
+    num_passes = 0
+
+    def __iter__(self) -> Iterator[RequestView]:
+        """Once more."""
+        self.num_passes += 1
+        return super().__iter__()
+
+
+@pytest.mark.parametrize("num_waiting", [10, 50])
+def test_calls_that_wait_for_adapters_look_at_those_that_hold_them_once(num_waiting: int) -> None:
+    holders = Counted(decoding_call(f"holder {i}", lora_id=i) for i in (1, 2))
+    calls = [call(f"call {i}", lora_id=3) for i in range(num_waiting)]
+
+    plan = plan_of(view(online_running=holders, online_waiting=calls, max_loras=2))
+
+    assert plan.admit == ()
+    assert holders.num_passes < 10

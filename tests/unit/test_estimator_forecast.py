@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import sys
+from types import FrameType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -85,6 +88,41 @@ def test_a_long_sleep_fills_the_window() -> None:
 
     assert forecast.forecast_blocks == 700
     assert forecast.num_seconds == 900
+
+
+@pytest.mark.parametrize("rule", ForecastRule)
+@pytest.mark.parametrize("asleep_s", [1, 61, 62, 200, 301, 999])
+def test_a_sleep_is_as_many_seconds_that_repeat_the_last(rule: ForecastRule, asleep_s: int) -> None:
+    asleep, awake = [KvForecast(rule=rule, window_s=300) for _ in range(2)]
+    blocks = random_blocks(asleep_s, 700)
+    for forecast in (asleep, awake):
+        fed(forecast, blocks[:290])
+        forecast.sample(290.5, 300)
+    for second in range(291, 290 + asleep_s):
+        awake.sample(second, 300)
+    for second, each in enumerate(blocks[290:], start=290 + asleep_s):
+        for forecast in (asleep, awake):
+            forecast.sample(second, each)
+        assert asleep.forecast_blocks == awake.forecast_blocks
+        assert asleep.num_seconds == awake.num_seconds
+
+
+@pytest.mark.parametrize("rule", ForecastRule)
+def test_a_long_sleep_ends_in_few_steps(rule: ForecastRule) -> None:
+    forecast = KvForecast(rule=rule, window_s=86_400)
+    fed(forecast, random_blocks(5, 400))
+    num_calls = 0
+
+    def count(_frame: FrameType, event: str, _argument: Any) -> None:
+        nonlocal num_calls
+        num_calls += event == "call"
+
+    sys.setprofile(count)
+    try:
+        forecast.sample(40_000.0, 5)
+    finally:
+        sys.setprofile(None)
+    assert num_calls < 1_000
 
 
 def test_a_clock_that_steps_back_ends_no_second() -> None:

@@ -276,7 +276,7 @@ async def test_a_leader_has_as_many_replicas_as_were_asked_for_last_or_as_ray_ha
     home.fleet("fleet").write_bytes(msgspec.json.encode(FleetMemory(settings, report(num_seen))))
     (tmp_path / "told").write_bytes(msgspec.json.encode(report(num_there)) + b"\n")
     placer = tmp_path / "placer"
-    placer.write_text(f"#!/bin/sh\ncat '{tmp_path / 'told'}'\nexec cat > /dev/null\n")
+    placer.write_text(f"#!/bin/sh\ncat '{tmp_path / 'told'}'\nwhile read -r order; do :; done\n")
     placer.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(placer))
     with closing(open_store(tmp_path / "store.db")) as store:

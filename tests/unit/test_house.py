@@ -28,8 +28,8 @@ whose number follows the calls (3), an engine apart from the way to its agent, c
 the daemon apart from those for engines, the peak of a trace (3), jobs that wait for cheap
 hours, orders to the leader of a database (2), outputs of many files, calls that gateways of all
 daemons count, and which numbers of engines a planner tries."""
-MAX_LINES = 67_799
-"""27,156 more for these, for groups by key portion and rows over engines by speed, several models,
+MAX_LINES = 68_350
+"""27,707 more for these, for groups by key portion and rows over engines by speed, several models,
 a planner that sizes on several draws, bounds on what callers and engines send and hold, and
 daemons that stand by, deployments that calls at once share, processes that watch their parents,
 turns for images, places in a cache of data sets, what is cached of waiting calls, answers by class,
@@ -54,7 +54,8 @@ of a thousand jobs, rows that leave sick engines, numbers of fleets in the store
 engines lack, replicas that cannot start, processes that fork, what steps take without rows in the
 engine, ETAs of fleets that change, words that are written as numbers, errors in any coding, and how
 little few calls tell of their rate, decodes that wait for prompts, values that columns change,
-bodies in flight, and pictures of many parts."""
+bodies in flight, pictures of many parts, rows that stand still in the engine, text that repeats
+within a file, widths in templates, images beside their own rows, and what batches store."""
 MAX_SHORT_FILES = 25
 SHORT_LINES = 80
 LONGEST_LINES = 500
@@ -71,8 +72,8 @@ gateways and workers, routers in the simulator and beside a job, what routers fo
 kills in a fleet of real engines beside calls; a job of 20 million rows, one of a million long ones;
 a plan of 64 engines; routers beside a job under other settings of the scheduler, ports that no
 two tests get, and callers that wait for no core."""
-MAX_MANUAL_WORDS = 46_065
-"""15,160 more: what rows may cost calls, which engine a call goes to, Python, the page, engines on
+MAX_MANUAL_WORDS = 46_166
+"""15,261 more: what rows may cost calls, which engine a call goes to, Python, the page, engines on
 other machines, orders of calls, rows over engines, time limits, limits of keys, attacks and their
 tests, uploads, `on_done`, why a call went where it went, fleets and how to deploy,
 what callers feel, calls that would be late, AccelGen's and LARRY's figures, fleets
@@ -83,7 +84,7 @@ machine, days of the tide, an upgrade of several daemons, what would leave repli
 containers and units need, replicas of a database that
 lack commits, what stands still, what a backup that is put back does not list, two hours of a
 trace beside jobs, calls that pass rows at an engine's door, what waiting jobs continue, which
-model rows get that name none, and bodies in flight."""
+model rows get that name none, bodies in flight, and what a key's batches store."""
 README_FIRST_SCREEN_LINES = 60
 MAX_FILES_ON_WAY = {"row": 40, "call": 10, "step": 22, "batch": 24}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import resource
 import struct
@@ -15,6 +16,9 @@ from image_builders import bomb, data_url_of, image_body, picture, png
 from PIL import Image
 
 from batchrun.files import allow_many_open_files
+from batchrun.jobs.inputs.input_data import InputData, open_input, open_pinned
+from batchrun.jobs.job_file import load_job_file
+from batchrun.jobs.pin import keep_input
 from batchrun.jobs.prompts.image_tokens import (
     IMAGE_TOKEN_BYTES,
     ImageTokens,
@@ -25,6 +29,7 @@ from batchrun.jobs.prompts.prompt_text import prefix_text
 from batchrun.jobs.prompts.template import RequestTemplate, RowRenderError
 from batchrun.jobs.prompts.tokens import PromptReader
 from batchrun.jobs.spec import JobSpec
+from batchrun.jobs.submit import plan_job
 from batchrun.media.images import (
     IMAGE_LIMIT_BYTES,
     MAX_CHUNKS,
@@ -221,7 +226,10 @@ def test_equal_images_are_equal_keys_however_they_come(tmp_path: Path) -> None:
     content = [{"image": {"column": "image"}}, {"type": "text", "text": "what?"}]
     messages = [{"role": "user", "content": content}]
     template = template_of(tmp_path / "a.parquet", messages, "image")
-    bodies = [template.render({"image": v}, row_number=0) for v in ("a.png", "copy.png", raw)]
+    bodies = [
+        template.render({"image": v}, row_number=0, folder=tmp_path)
+        for v in ("a.png", "copy.png", raw)
+    ]
     keys = {PromptReader().text(body) for body in bodies}
     keys |= {keys_of(data_url_of(raw)), keys_of(data_url_of(raw, "IMAGE/x;name=a"))}
     assert len(keys) == 1
@@ -332,3 +340,32 @@ def test_no_caller_names_what_an_engine_caches(place: str) -> None:
 def test_a_body_that_names_nothing_stays_as_it_is(messages: object) -> None:
     body: dict[str, object] = {"messages": messages, "tools": [{"uuid": "u"}]}
     assert without_cache_names(body) is body
+
+
+@pytest.mark.parametrize("paths", [["a/rows.jsonl", "b/rows.jsonl"], "*/rows.jsonl"])
+def test_a_row_has_the_image_beside_its_own_file(tmp_path: Path, paths: object) -> None:
+    asked: list[bytes] = []
+    for seed, name in enumerate("ab"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "1.png").write_bytes(picture(seed))
+        (tmp_path / name / "rows.jsonl").write_text('{"image": "1.png"}\n')
+        asked.append(keys_of(data_url_of(picture(seed))))
+    content = [{"image": {"column": "image"}}, {"type": "text", "text": "what?"}]
+    document = {"name": "x", "output": {"path": "out.jsonl"}}
+    document |= {"input": {"path": paths, "messages": [{"role": "user", "content": content}]}}
+    (tmp_path / "job.yaml").write_text(json.dumps(document))
+    spec = load_job_file(tmp_path / "job.yaml", cwd=tmp_path)
+    template = RequestTemplate(spec, ["image"], model="m")
+
+    def texts(data: InputData) -> list[bytes]:
+        found: list[bytes] = []
+        with data:
+            plan_job(spec, data, template, watch=lambda texts, _: found.extend(texts))
+        return found
+
+    data = open_input(spec.input)
+    pin = keep_input(data.pin(), {}, tmp_path / "links")
+    assert texts(data) == asked
+    for name in "ab":
+        (tmp_path / name / "rows.jsonl").unlink()
+    assert texts(open_pinned(spec.input, pin, links=tmp_path / "links")) == asked

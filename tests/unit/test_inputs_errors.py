@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,8 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
+from file_calls import largest_file_bytes
 
-from batchrun.errors import DataError, JobSpecError
+from batchrun.errors import DataError, JobSpecError, StoreError, StoreFullError
 from batchrun.jobs.inputs.input_data import InputData, check_columns, open_input
 from batchrun.jobs.spec import InputSpec, JobSpec
 from batchrun.jobs.submit import prepare_job
@@ -113,6 +115,40 @@ def test_a_cut_off_gzip_file_is_refused(tmp_path: Path) -> None:
     assert "a.jsonl.gz: cannot be read" in problem_of(lambda: read_all(tmp_path / "a.jsonl.gz"))
 
 
+LINES = b'{"text": "a long line of some text"}\n' * 1_000
+ARRAY = b'[{"text": "a long element of some text"}' + b', {"text": "x"}' * 1_000 + b"]"
+SCRATCH = pytest.mark.parametrize(
+    ("name", "content"), [("a.jsonl.gz", gzip.compress(LINES)), ("a.json", ARRAY)]
+)
+
+
+@SCRATCH
+def test_no_room_for_a_scratch_copy_names_its_folder(
+    tmp_path: Path, name: str, content: bytes
+) -> None:
+    (tmp_path / name).write_bytes(content)
+
+    with largest_file_bytes(10_000), pytest.raises(StoreFullError) as caught:
+        open_path(tmp_path / name)
+
+    place = tmp_path / name
+    assert str(caught.value) == (
+        f"{tempfile.gettempdir()}: no room for a scratch copy of {place}; free some space there, "
+        "or name another folder in TMPDIR, and try again"
+    )
+
+
+@SCRATCH
+def test_a_scratch_folder_that_is_gone_is_not_blamed_on_the_input(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, content: bytes
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+
+    with pytest.raises(StoreError, match=r"a scratch copy cannot be made: No such .* TMPDIR"):
+        open_path(tmp_path / name)
+
+
 def test_a_truncated_parquet_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"a": list(range(1000))}), path)
@@ -169,6 +205,20 @@ def test_a_kept_type_that_cannot_be_read_is_refused_at_once(
 
     assert problem.startswith("output.keep[0]: 'm' cannot be kept: ")
     assert "a.parquet: column 'm' has type " in problem and "which cannot be used" in problem
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
+def test_a_kept_column_that_is_damaged_is_refused_at_once(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"a": ["x", "y"], "m": ["long text", "longer text"]}), path)
+    chunk = pq.read_metadata(path).row_group(0).column(1)
+    raw = bytearray(path.read_bytes())
+    raw[chunk.data_page_offset : chunk.data_page_offset + 16] = b"\xff" * 16
+    path.write_bytes(raw)
+
+    problem = problem_of(lambda: prepare_job(keeping(tmp_path, suffix), links=tmp_path / "links"))
+
+    assert f"{path}: damaged or not readable as Parquet" in problem
 
 
 def test_kept_types_that_share_none_are_refused_at_once_for_one_table(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import datetime
 import gzip
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -19,7 +21,8 @@ import pytest
 import zstandard
 
 from batchrun.jobs.inputs.input_data import InputData, open_input
-from batchrun.jobs.inputs.rows import Row
+from batchrun.jobs.inputs.parquet import SMALL_GROUP_BYTES, ParquetInput
+from batchrun.jobs.inputs.rows import BATCH_BYTES, Row
 from batchrun.jobs.spec import InputSpec
 
 ROWS: list[Row] = [
@@ -127,6 +130,38 @@ def test_repeated_long_values_do_not_make_large_batches(tmp_path: Path) -> None:
     assert largest < 10 << 20
 
 
+DOCUMENT = "x" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("short", "long"),
+    [
+        ("a", DOCUMENT),
+        (b"a", DOCUMENT.encode()),
+        (None, DOCUMENT),
+        ([], ["x" * 100] * 1_000),
+        ([{"role": "user", "content": "a"}], [{"role": "user", "content": DOCUMENT}]),
+    ],
+)
+def test_long_values_that_repeat_after_short_ones_do_not_make_large_batches(
+    tmp_path: Path, short: object, long: object
+) -> None:
+    path, values = tmp_path / "a.parquet", [short] * 1_500 + [long] * 1_000
+    table = pa.table({"n": range(2_500), "a.document": values})
+    pq.write_table(table, path)
+    with open_path(path) as data:
+        ((chunk,),) = data.chunk_sizes(["a.document"])
+        sizes = [(batch.num_rows, batch.nbytes) for _, batch in data.iter_batches(["a.document"])]
+        assert data.read_rows([2_000, 3], ["n"]) == [{"n": 2_000}, {"n": 3}]
+        assert data.read_rows([3, 2_499], ["a.document"]) == [
+            {"a.document": short},
+            {"a.document": long},
+        ]
+    assert sum(num_rows for num_rows, _ in sizes) == 2_500
+    assert max(num_bytes for _, num_bytes in sizes) < 20 << 20
+    assert chunk[1] > sum(num_bytes for _, num_bytes in sizes) / 2
+
+
 def test_categories_are_as_large_as_the_text_that_they_stand_for(tmp_path: Path) -> None:
     texts = [*map(str, range(16)), *(str(i) + "x" * 200_000 for i in range(350))]
     rows = [*range(366), *[365] * 350]
@@ -137,6 +172,24 @@ def test_categories_are_as_large_as_the_text_that_they_stand_for(tmp_path: Path)
         assert data.read_rows([700, 3]) == [{"document": texts[365]}, {"document": "3"}]
     assert sum(num_rows for num_rows, _ in sizes) == len(rows)
     assert max(num_bytes for _, num_bytes in sizes) < 10 << 20
+
+
+@pytest.mark.parametrize(("num_long", "long_bytes"), [(1, 2_000_000), (1_000, 25_000)])
+def test_a_group_with_a_few_long_rows_is_decoded_once_for_random_access(
+    tmp_path: Path, num_long: int, long_bytes: int
+) -> None:
+    path, long = tmp_path / "a.parquet", "x" * long_bytes
+    texts = ["a"] * 30_000 + [long] * num_long + ["b"] * 9_000
+    pq.write_table(pa.table({"document": texts}), path)
+    with contextlib.closing(ParquetInput(path)) as file:
+        ((num_rows, num_bytes),) = file.chunk_sizes(["document"])
+        batches = file.iter_batches(["document"], file.schema(["document"]), BATCH_BYTES)
+        assert max(batch.nbytes for _, batch in batches) < 2 * BATCH_BYTES
+        assert file.read_rows([3], ["document"]) == [{"document": "a"}]
+        path.write_bytes(b"")
+        rows = file.read_rows([30_000, num_rows - 1], ["document"])
+    assert rows == [{"document": long}, {"document": "b"}]
+    assert num_long * long_bytes <= num_bytes < SMALL_GROUP_BYTES
 
 
 def test_blank_lines_windows_line_ends_and_a_bom_are_borne(tmp_path: Path) -> None:
@@ -260,6 +313,67 @@ def test_parquet_values_become_native(tmp_path: Path) -> None:
     assert row["s"] == {"k": [1, 2]}
     assert row["n"] is None
     assert str(row["t"]).startswith("2023-11-14")
+
+
+NULL_KEYS: list[list[object]] = [
+    [[{"role": "system", "name": None}, {"role": "user", "name": None}]] * 6,
+    [{"role": "user", "name": None}] * 6,
+    [[None, None]] * 6,
+]
+TIMES = pa.array(range(1, 7), pa.int64()).cast(pa.timestamp("ns"))
+
+
+@pytest.mark.parametrize("values", NULL_KEYS)
+@pytest.mark.parametrize(
+    "beside",
+    [
+        TIMES,
+        pa.array(["x"] * 6).dictionary_encode(),
+        pa.array([b"caf\xe9"] * 6).view(pa.string()),
+        pa.array(["x"] * 6, pa.string_view()),
+    ],
+)
+def test_keys_that_are_null_everywhere_are_read_beside_any_column(
+    tmp_path: Path, beside: pa.Array, values: list[object]
+) -> None:
+    table = pa.table({"beside": beside, "messages": values})
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=4)
+
+    with open_path(tmp_path / "a.parquet") as data:
+        read = [row for _, rows in data.iter_rows() for row in rows]
+        picked = data.read_rows([5, 0])
+        batches = [batch for _, batch in data.iter_batches()]
+
+    assert [row["messages"] for row in read] == values
+    assert [row["messages"] for row in picked] == [values[5], values[0]]
+    pq.write_table(pa.Table.from_batches(batches), tmp_path / "b.parquet")
+    assert pq.read_table(tmp_path / "b.parquet")["messages"].to_pylist() == values
+
+
+@pytest.mark.parametrize(
+    ("leaves", "kind"),
+    [
+        (TIMES, TIMES.type),
+        (pa.array(list("xyzxyz")).dictionary_encode(), pa.string()),
+        (pa.array(range(6), pa.int32()), pa.int64()),
+    ],
+)
+def test_keys_that_are_null_everywhere_are_read_beside_any_other_key(
+    tmp_path: Path, leaves: pa.Array, kind: pa.DataType
+) -> None:
+    for name, keys in {"a": leaves, "b": leaves.cast(kind)}.items():
+        pairs = pa.StructArray.from_arrays([keys, pa.array([[None] * 2] * 6)], ["k", "z"])
+        table = pa.table({"v": pa.ListArray.from_arrays([0, 3, 6], pairs)})
+        pq.write_table(table, tmp_path / f"{name}.parquet")
+
+    with open_path(tmp_path / "*.parquet") as data:
+        rows = [row for _, rows in data.iter_rows() for row in rows]
+        assert rows == data.read_rows(range(4))
+        batches = [batch for _, batch in data.iter_batches()]
+    pq.write_table(pa.Table.from_batches(batches), tmp_path / "c.parquet")
+    for found in (rows, pq.read_table(tmp_path / "c.parquet").to_pylist()):
+        values: Any = [row["v"] for row in found]
+        assert [[pair["z"] for pair in value] for value in values] == [[[None] * 2] * 3] * 4
 
 
 def test_times_as_spark_writes_them_are_right_in_every_year(tmp_path: Path) -> None:

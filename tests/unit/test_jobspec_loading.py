@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import json
 import os
 from pathlib import Path
@@ -10,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from batchrun.errors import DataError, JobSpecError
+from batchrun.files import absolute
 from batchrun.jobs.job_file import input_files, load_job_file
-from batchrun.jobs.prompts.template import _image_folders
 from batchrun.jobs.spec import MIN_WEIGHT, JobSpec
 from batchrun.pool.deadlines import JobWork, tokens_ahead
 
@@ -87,13 +86,6 @@ def test_numbers_among_the_words_of_on_done_are_text_as_they_stand_there(tmp_pat
     on_done = load_job_file(path, cwd=tmp_path).on_done
 
     assert on_done is not None and on_done.command == ("tell", "1e5", "007", "1_000", "1.10")
-
-
-def test_images_beside_a_job_in_such_a_folder_stay_within_it(tmp_path: Path) -> None:
-    (tmp_path / "run[1]" / "data").mkdir(parents=True)
-    pattern = str(Path(glob.escape(str(tmp_path / "run[1]")), "data", "*.jsonl"))
-
-    assert _image_folders([pattern]) == [tmp_path / "run[1]" / "data"]
 
 
 def test_names_that_are_not_utf_8_are_told(tmp_path: Path) -> None:
@@ -226,3 +218,25 @@ def test_a_later_error_finds_its_line(tmp_path: Path) -> None:
     spec = load_job_file(path, cwd=tmp_path)
     assert spec.where("input.messages[0].content") == f"{path}:7: input.messages[0].content"
     assert spec.where("request.seed") == f"{path}:8: request.seed"
+
+
+@pytest.mark.parametrize("place", ["link/../{}", "real/sub/../../link/../{}", "link/in/../../{}"])
+def test_what_lies_above_a_link_is_above_where_it_leads(tmp_path: Path, place: str) -> None:
+    (tmp_path / "real" / "sub" / "in").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("real/sub")
+    for folder in (tmp_path, tmp_path / "real"):
+        (folder / "a.jsonl").touch()
+    text = JOB.replace("data/loogle.parquet", place.format("a.jsonl"))
+    text = text.replace("results/loogle.parquet", place.format("out.jsonl"))
+
+    spec = load_job_file(write_job(tmp_path, text), cwd=tmp_path)
+
+    assert Path(spec.input.path[0]).samefile(tmp_path / "real" / "a.jsonl")
+    assert Path(spec.output.path).parent.samefile(tmp_path / "real")
+
+
+@pytest.mark.parametrize("place", ["", ".", "a", "./a//b/", "a/../b", "../a", "/a/../../b", "//a"])
+def test_a_path_without_links_is_the_shortest(place: str) -> None:
+    for folder in ("", "/no/such", "no/such/.."):
+        expected = os.path.normpath(Path(folder) / place)
+        assert absolute(Path(folder), place) == expected

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from sqlalchemy import event
 from store_builders import add_batch, answered
 
 from batchrun.errors import InputError, QuotaError, StateError
@@ -15,11 +18,19 @@ from batchrun.keys import OnlineUsage, UsageFile, digest, new_key
 from batchrun.server.api.key_list import online_usage, tell_usage
 from batchrun.store import api_keys, batches, files, jobs, results
 from batchrun.store.api_keys import ApiKeyRecord, KeyLimits, KeyUsage, NewApiKey
-from batchrun.store.batches import BatchRecord, NewBatch, ResultFiles, ValidInput
+from batchrun.store.batches import (
+    BatchError,
+    BatchRecord,
+    NewBatch,
+    ResultFiles,
+    ValidInput,
+    WantedBatch,
+)
 from batchrun.store.check import check_store
-from batchrun.store.database import Store
-from batchrun.store.files import FilePage, NewFile
+from batchrun.store.database import Store, open_store
+from batchrun.store.files import RECORD_BYTES, FilePage, NewFile
 from batchrun.store.jobs import Counts
+from batchrun.store.retention import remove_results
 from batchrun.types import JobState
 
 ENDPOINT = "/v1/chat/completions"
@@ -164,17 +175,114 @@ def test_an_owner_that_is_no_key_is_a_fault(store: Store) -> None:
 
 
 def test_what_a_key_may_store_is_bounded_in_bytes(store: Store) -> None:
-    def file(owner: str, expires_after_s: int | None = None) -> NewFile:
-        return NewFile("in.jsonl", "batch", 40, "0" * 64, expires_after_s, owner)
+    def file(owner: str, size_bytes: int = 904, expires_after_s: int | None = None) -> NewFile:
+        return NewFile("in.jsonl", "batch", size_bytes, "0" * 64, expires_after_s, owner)
 
-    files.add(store, file("key_1", 10), now_s=1.0, max_stored_bytes=100)
-    kept = files.add(store, file("key_1"), now_s=1.0, max_stored_bytes=100)
-    with pytest.raises(QuotaError, match="may store 100 bytes and has stored 80"):
-        files.add(store, file("key_1"), now_s=1.0, max_stored_bytes=100)
-    files.add(store, file("key_2"), now_s=1.0, max_stored_bytes=40)
+    files.add(store, file("key_1", expires_after_s=10), now_s=1.0, max_stored_bytes=10_000)
+    kept = files.add(store, file("key_1"), now_s=1.0, max_stored_bytes=10_000)
+    for size_bytes in (904, 0):
+        with pytest.raises(QuotaError, match="may store 10000 bytes and has stored 10000"):
+            files.add(store, file("key_1", size_bytes), now_s=1.0, max_stored_bytes=10_000)
+    files.add(store, file("key_2"), now_s=1.0, max_stored_bytes=5_000)
 
-    assert files.stored_bytes(store, "key_1", now_s=1.0) == 80
-    assert files.stored_bytes(store, "key_1", now_s=20.0) == 40
+    assert files.stored_bytes(store, "key_1", now_s=1.0) == 10_000
+    assert files.stored_bytes(store, "key_1", now_s=20.0) == 5_000
+    assert files.stored_by_owner(store, now_s=20.0) == {"key_1": 5_000, "key_2": 5_000}
     files.remove(store, kept.id)
-    files.add(store, file("key_1"), now_s=20.0, max_stored_bytes=40)
+    files.add(store, file("key_1"), now_s=20.0, max_stored_bytes=5_000)
     assert len(files.list_page(store, FilePage(10), now_s=20.0)) == 2
+
+
+def test_batches_that_fail_count_as_stored_until_their_results_are_removed(store: Store) -> None:
+    mine = add(store, "mine")
+
+    def make(max_stored_bytes: int) -> BatchRecord:
+        job = new_batch_job(Path("/srv"), ENDPOINT, deadline_s=86_400, weight=1)
+        metadata = {str(number): "x" * 512 for number in range(16)}
+        asked = NewBatch("file-1", ENDPOINT, "24h", metadata, None, "r", owner=mine.id)
+        wanted = WantedBatch(asked, job, max_stored_bytes=max_stored_bytes)
+        (made,) = batches.create_all(store, [wanted], now_s=1.0)
+        if isinstance(made, QuotaError):
+            raise made
+        return made
+
+    made = make(20_000)
+    before_bytes = files.stored_bytes(store, mine.id, now_s=1.0)
+    errors = [BatchError("invalid_request", "y" * 1_000)]
+    failed = batches.fail(store, made.job.id, errors, now_s=2.0)
+    stored_bytes = files.stored_bytes(store, mine.id, now_s=2.0)
+    assert before_bytes > RECORD_BYTES + 16 * 512
+    assert stored_bytes > before_bytes + 1_000
+    assert files.stored_by_owner(store, now_s=2.0) == {mine.id: stored_bytes}
+    with pytest.raises(QuotaError, match=f"may store 20000 bytes and has stored {stored_bytes}"):
+        make(20_000)
+
+    assert [*remove_results(store, failed.job, now_s=3.0)] == [0]
+
+    assert files.stored_by_owner(store, now_s=3.0) == {}
+    left = batches.find(store, made.job.id)
+    assert left is not None and (left.metadata, left.errors) == (None, None)
+    assert list(check_store(store)) == []
+    make(20_000)
+
+
+def test_what_a_key_stores_is_summed_once_for_the_batches_that_are_made_at_once(
+    store: Store,
+) -> None:
+    mine, other = add(store, "mine"), add(store, "other")
+    sums: list[str] = []
+
+    def keep(_connection: object, _cursor: object, query: str, *_: object) -> None:
+        if "sum(" in query:
+            sums.append(query)
+
+    def wanted(key: ApiKeyRecord, max_open: int | None = None) -> WantedBatch:
+        job = new_batch_job(Path("/srv"), ENDPOINT, deadline_s=86_400, weight=1)
+        asked = NewBatch("file-1", ENDPOINT, "24h", None, None, "r", owner=key.id)
+        return WantedBatch(asked, job, max_open, max_stored_bytes=3 * RECORD_BYTES)
+
+    event.listen(store.engine, "before_cursor_execute", keep)
+    asked = [wanted(key) for key in (mine, other, mine, mine, mine)]
+    made = batches.create_all(store, asked, now_s=1.0)
+    assert [type(one) for one in made] == [BatchRecord] * 4 + [QuotaError]
+    assert len(sums) == 2 * 2, "of files and of batches, for each key"
+
+    sums.clear()
+    refused = batches.create_all(store, [wanted(mine, max_open=3)], now_s=1.0)
+    assert "3 at once" in str(refused[0])
+    assert sums == []
+
+
+def test_what_is_asked_of_one_key_reads_no_rows_but_those_meant(tmp_path: Path) -> None:
+    store = open_store(tmp_path / "store.db")
+    mine = add(store, "mine")
+    job = new_batch_job(Path("/srv"), ENDPOINT, deadline_s=86_400, weight=1)
+    asked = NewBatch("file-1", ENDPOINT, "24h", None, None, "r", owner=mine.id)
+    queries: list[tuple[str, Any]] = []
+
+    def keep(_connection: object, _cursor: object, query: str, values: Any, *_: object) -> None:
+        if query.startswith("SELECT"):
+            queries.append((query, values))
+
+    event.listen(store.engine, "before_cursor_execute", keep)
+    new = NewFile("in.jsonl", "batch", 0, "0" * 64, None, mine.id)
+    file = files.add(store, new, now_s=1.0, max_stored_bytes=100_000)
+    for purpose in (None, "evals"):
+        files.list_page(store, FilePage(5, file, purpose, scope=mine.id), now_s=1.0)
+    wanted = WantedBatch(asked, job, max_open=5, max_stored_bytes=100_000)
+    (batch,) = batches.create_all(store, [wanted], now_s=1.0)
+    assert isinstance(batch, BatchRecord)
+    batches.list_page(store, limit=5, after=batch, scope=mine.id)
+    event.remove(store.engine, "before_cursor_execute", keep)
+
+    with store.read() as connection:
+        steps = [
+            str(step.detail)
+            for query, values in queries
+            for step in connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {query}", values)
+        ]
+    store.close()
+    few = r"COVERING INDEX ix_(files|batches)_owner \(owner=\?\)|\(owner=\? AND|\((id|rowid)=\?\)"
+    read = [step for step in steps if re.search(" (files|batches) ", step)]
+    assert any("(owner=? AND purpose=?" in step for step in read)
+    assert [step for step in read if not re.search(few, step)] == []

@@ -10,7 +10,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from store_builders import DUMPS, load_dump, read_tables
+from store_builders import DUMPS, execute, load_dump, read_tables, select
 
 from batchrun.errors import StoreError, StoreLockedError
 from batchrun.files import StoreLock
@@ -91,6 +91,27 @@ def test_jobs_and_results_of_an_upgraded_store_read_as_they_were_written(
         "finalizing",
     }  # fmt: skip
     store.close()
+
+
+@pytest.mark.parametrize("revision", ["0003", "0004", "0005", "0006"])
+def test_an_upgrade_counts_what_batches_store_and_ends_their_removals(
+    tmp_path: Path, revision: str
+) -> None:
+    """A removal used to leave the metadata and the errors of a batch."""
+    path = load_dump(tmp_path / "store.db", revision)
+    execute(
+        path,
+        "UPDATE jobs SET results_removed_at = 9000 WHERE seq = 10",
+        "UPDATE batches SET metadata = '{}' WHERE job_seq = 10",
+    )
+
+    store = open_store(path)
+
+    assert [str(violation) for violation in check_store(store)] == []
+    store.close()
+    kept = select(path, "SELECT metadata, errors, record_bytes FROM batches ORDER BY job_seq")
+    metadata = r'{"team": "eval \u00e9"}'
+    assert kept == [(metadata, None, len(metadata)), (None, None, None), (None, None, 0)]
 
 
 @pytest.mark.parametrize("statement", range(1, 8))

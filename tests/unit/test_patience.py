@@ -1,4 +1,4 @@
-"""No waiting row is overtaken for long, whatever it is."""
+"""No row is overtaken for long, whatever it is, nor stands still for long while it runs."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from echo_views import (
     group_of,
     held,
     names,
+    prefilling_row,
     row,
     view,
 )
 
+from batchrun.estimator.step_time import LinearModel
 from batchrun.scheduling.echo import EchoOptions, EchoPolicy
 from batchrun.scheduling.online_queue import ArrivalOrder
-from batchrun.scheduling.patience import MAX_LOOKED_AT, OVERTAKEN_S, Patience
+from batchrun.scheduling.patience import MAX_LOOKED_AT, OVERTAKEN_S, Patience, Standstill
 from batchrun.scheduling.policies import make_policy
 from batchrun.scheduling.view import EngineView, Plan, RequestView
 
@@ -171,3 +173,89 @@ def test_a_step_looks_at_few_rows() -> None:
     patience.let_in([row("late", rank=200)], NOW_S)
 
     assert len(overdue(patience, NOW_S + OVERTAKEN_S + 1, *waiting)) == MAX_LOOKED_AT
+
+
+CONTEXT_S, PAIR_S = 1e-7, 3e-9
+"""A token, and the least chunk, behind 250,000 tokens take half a TPOT bound."""
+
+
+def given(
+    echo: EchoPolicy, since_s: float, *long: RequestView, free: int = 1_000
+) -> dict[str, int]:
+    """Tokens of long rows and of 300 short ones that leave them no time, in a step of 50 ms."""
+    short = [decoding_row(f"row {n}", prompt=85) for n in range(300)]
+    seen = view(
+        running=[decoding_call(due_in_s=since_s + 0.05), *short, *long],
+        max_running=1_000,
+        total_blocks=200_000,
+        free_blocks=free,
+        model=LinearModel(0.0, 1e-4, PAIR_S, CONTEXT_S, 0.0),
+        now_s=NOW_S + since_s,
+    )
+    plan = echo.plan(seen)
+    assert plan.predicted_s <= 0.05
+    return {each.request_id: plan.caps.get(each.request_id, 1) for each in (*short, *long)}
+
+
+@pytest.mark.parametrize(
+    "long",
+    [
+        decoding_row("long", prompt=250_000, output=90_000),
+        prefilling_row("long", prompt=260_000, left=10_000),
+    ],
+    ids=["at its next token", "at its prompt"],
+)
+def test_a_row_that_runs_and_stood_still_for_30_s_goes_before_the_others_until_it_ends(
+    long: RequestView,
+) -> None:
+    echo = policy()
+
+    assert given(echo, 0.0, long)["long"] == 0
+    assert given(echo, OVERTAKEN_S, long)["long"] == 0
+    for step in range(1, 20):
+        tokens = given(echo, OVERTAKEN_S + step, long)
+        assert tokens["long"] > 0
+        assert sum(tokens.values()) > 100
+
+
+def test_a_row_for_which_calls_leave_no_time_keeps_nobody_from_going_on() -> None:
+    echo, huge = policy(), decoding_row("long", prompt=900_000)
+
+    for since_s in (0.0, OVERTAKEN_S, OVERTAKEN_S + 1):
+        assert sum(given(echo, since_s, huge).values()) == 300
+
+
+def test_of_many_rows_that_stood_still_one_goes_before_the_others_in_turn() -> None:
+    echo = policy()
+    long = [decoding_row(f"long {n}", prompt=250_000) for n in range(4)]
+
+    given(echo, 0.0, *long)
+    steps = [given(echo, OVERTAKEN_S + step, *long) for step in range(1, 13)]
+    assert [sum(step[row.request_id] for step in steps) for row in long] == [3] * 4
+    assert all(sum(step.values()) > 100 for step in steps)
+
+
+def test_a_prompt_that_finds_no_blocks_keeps_no_other_row_from_its_turn() -> None:
+    echo = policy()
+    prompts = [prefilling_row(f"prompt {n}", prompt=260_000, left=10_000) for n in range(4)]
+    long = decoding_row("long", prompt=250_000)
+
+    given(echo, 0.0, *prompts, long, free=0)
+    tokens = given(echo, OVERTAKEN_S + 1, *prompts, long, free=0)
+    assert [tokens[row.request_id] for row in prompts] == [0] * 4
+    assert tokens["long"] == 1
+
+
+def test_nobody_stands_still_while_no_row_goes_on() -> None:
+    standstill, still = Standstill(), decoding_row("still")
+
+    def pressing(since_s: float) -> list[str]:
+        return names(standstill.pressing(view(running=[still], now_s=NOW_S + since_s)))
+
+    standstill.note(["still"], NOW_S, goes_on=True)
+    for second in range(1, 60):
+        standstill.note(["still"], NOW_S + second, goes_on=False)
+        assert pressing(second) == []
+    standstill.note(["still"], NOW_S + 59 + OVERTAKEN_S, goes_on=True)
+    assert pressing(59 + OVERTAKEN_S) == []
+    assert pressing(60 + OVERTAKEN_S) == ["still"]

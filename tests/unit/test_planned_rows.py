@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import datetime
 import decimal
-import resource
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from file_calls import largest_file_bytes
 
 from batchrun.errors import DataError
 from batchrun.jobs.inputs.input_data import InputData, open_input
@@ -63,16 +63,6 @@ def read_planned(data: InputData, order: IntArray, rows: Sequence[int], folder: 
 
 def num_open_files() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
-
-
-@contextmanager
-def largest_file_bytes(num_bytes: int) -> Iterator[None]:
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_a_shuffled_order_is_read_from_a_copy(tmp_path: Path) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import replace
 from itertools import combinations
 from random import Random
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -350,6 +352,37 @@ def test_late_calls_fit_no_better_than_calls_on_time() -> None:
     engine = view(waiting=[late, waiting("small", tokens=99, ttft_s=1.0)], token_budget=2_000)
 
     assert names(plan_with(queue, engine).admit)[0] == "small"
+
+
+def test_none_is_weighed_where_all_wait_for_adapters_that_calls_hold() -> None:
+    calls = [replace(waiting(f"call {i}", tokens=99, ttft_s=5.0), lora_id=2) for i in range(90)]
+    engine = view(running=[decoding_call("holder", lora_id=1)], waiting=calls, max_loras=1)
+    queue = SlackOrder(SlackOptions(is_euclid=True))
+    num_looks = 0
+
+    def count(frame: FrameType, event: str, _argument: Any) -> None:
+        nonlocal num_looks
+        num_looks += event == "call" and frame.f_code is first_due_s.__code__
+
+    sys.setprofile(count)
+    try:
+        plan = plan_with(queue, engine)
+    finally:
+        sys.setprofile(None)
+    assert plan.admit == ()
+    assert num_looks == len(calls), "each call is put in line once"
+
+
+@pytest.mark.parametrize("tokens", [20, 99])
+def test_a_call_that_needs_no_adapter_passes_those_that_wait_for_one(tokens: int) -> None:
+    calls = [replace(waiting(f"call {i}", tokens=99, ttft_s=5.0), lora_id=2) for i in range(9)]
+    plain, holder = waiting("plain", tokens=tokens, ttft_s=5.0), decoding_call("holder", lora_id=1)
+    rows = [row("row", prompt=20)]
+    engine = view(running=[holder], waiting=[*calls, plain, *rows], max_loras=1, token_budget=100)
+
+    plan = plan_with(SlackOrder(SlackOptions(is_euclid=True)), engine)
+
+    assert names(plan.admit) == (["plain", "row"] if tokens < 99 else ["plain"])
 
 
 def test_vllms_priority_goes_before_slack() -> None:

@@ -38,7 +38,7 @@ def unknown_model() -> None:
         (lambda: one_model([], model_id=LONG, request_id="r"), "does not exist"),
         (lambda: check_choice("purpose", LONG, ["a"]), "Supported values are: 'a'."),
         (lambda: read_batch_request({LONG: 1}, ["24h"], None), "'."),
-        (lambda: image_url(LONG, []), "before it"),
+        (lambda: image_url(LONG, None), "before it"),
     ],
 )
 def test_a_refusal_quotes_a_long_value_in_part(asked: Callable[[], object], end: str) -> None:

@@ -44,6 +44,11 @@ def test_another_name_stops_the_start_with_one_line(key: str) -> None:
         settings(**{key: "unheard-of"})
 
 
+def test_a_window_that_no_engine_could_keep_stops_the_start_with_one_line() -> None:
+    with pytest.raises(ConfigError, match=r"batchrun\.forecast_window_s: .* equal to 604800$"):
+        settings(forecast_window_s=604_801)
+
+
 def test_batchrun_yaml_has_the_defaults_of_the_plug_in(tmp_path: Path) -> None:
     deployment = Deployment(base=tmp_path)
 

@@ -37,8 +37,8 @@ def make_template(content: object = None, **changes: object) -> RequestTemplate:
     return RequestTemplate(make_spec(**changes), COLUMNS, model="m")
 
 
-def content_of(template: RequestTemplate, **row: object) -> object:
-    body = template.render(row, row_number=0)
+def content_of(template: RequestTemplate, folder: Path | None = None, /, **row: object) -> object:
+    body = template.render(row, row_number=0, folder=folder)
     assert isinstance(body["messages"], list)
     return body["messages"][0]["content"]
 
@@ -73,6 +73,32 @@ def test_a_column_goes_before_a_function_of_the_same_name(name: str) -> None:
     assert content_of(template, **{"q": "a", name: "b"}) == "ab"
 
 
+@pytest.mark.parametrize("name", ["self", "none", "None", "true", "True", "false", "False"])
+def test_a_column_that_no_template_can_read_is_refused(name: str) -> None:
+    spec = make_spec(input={"path": "/a.csv", "messages": user("{{ q }}")})
+    RequestTemplate(spec, ["q", name], model="m")
+
+    for text in (f"{{{{ q }}}} {{{{ {name} }}}}", f"{{% if {name} %}}{{{{ q }}}}{{% endif %}}"):
+        spec = make_spec(input={"path": "/a.csv", "messages": user(text)})
+        with pytest.raises(JobSpecError, match=f"content: .* not the column '{name}'; rename it"):
+            RequestTemplate(spec, ["q", name], model="m")
+
+
+def test_a_column_does_not_forbid_constants_as_arguments() -> None:
+    text = "{{ q | default('none', true) }}{{ q | default('', boolean=true) }}"
+    spec = make_spec(input={"path": "/a.csv", "messages": user(text)})
+
+    assert content_of(RequestTemplate(spec, ["q", "true"], model="m"), q=None) == "none"
+
+
+def test_an_image_column_and_a_field_may_be_of_any_name() -> None:
+    parts = [{"image": {"column": "self"}}]
+    spec = make_spec(input={"path": "/a.csv", "messages": user(parts)}, request={"seed": "{{ n }}"})
+    template = RequestTemplate(spec, ["n", "self"], model="m")
+
+    assert template.render({"n": 7, "self": "http://a/b.png"}, row_number=0)["seed"] == 7
+
+
 def test_request_fields_of_one_expression_keep_their_type() -> None:
     request = {"seed": "{{ n }}", "stop": "{{ tags }}", "user": "u{{ n }}", "x": {"y": "{{ n+1 }}"}}
     body = make_template(request=request).render({"q": "a", "n": 7, "tags": ["b"]}, row_number=0)
@@ -99,6 +125,18 @@ def test_request_fields_of_one_expression_keep_their_type() -> None:
         ("{{ q.items() | list }}", {"q": {"items": 1}}, "[('items', 1)]"),
         ("{{ q.get('x', 'y') }}{{ q.get }}", {"q": {"get": 1}}, "y1"),
         ("{% for i in [1, 2] %}{{ q * i }} {% endfor %}", {"q": "a"}, "a aa "),
+        ("{{ '%*d|%-3s%%' % (n, 1700000000, q) }}", {"n": 12, "q": "a"}, "  1700000000|a  %"),
+        ("{{ '%d %(k)s' if 0 else '%(k)3d' % q }}", {"q": {"k": 7}}, "  7"),
+        ("{{ '%d' | format(n) }}{{ n % 7 }}", {"n": 1 << 40}, "10995116277762"),
+        ("{{ '{:{}}|{:,}'.format(q, 3, n) }}", {"q": "a", "n": 1 << 40}, "a  |1,099,511,627,776"),
+        ("{{ q | center(3) }}{{ q.ljust(2) }}{{ q.zfill(3) }}", {"q": "a"}, " a a 00a"),
+        ("{{ q | indent(1) }}{{ tags | tojson(1) }}", {"q": "a\nb", "tags": [1]}, "a\n b[\n 1\n]"),
+        ("{{ tags | tojson(0) }}", {"tags": [1]}, "[\n1\n]"),
+        ("{{ tags | tojson('--') }}", {"tags": [1]}, "[\n--1\n]"),
+        ("{{ '%%(a(b))%(k)3d' % q }}", {"q": {"k": 7}}, "%(a(b))  7"),
+        ("{{ tags | batch(n) | list }}", {"tags": [1], "n": 1 << 60}, "[[1]]"),
+        ("{{ tags | batch(2, n) | list }}", {"tags": [1], "n": 1 << 60}, f"[[1, {1 << 60}]]"),
+        ("{{ tags | slice(2, n) | list }}", {"tags": [1], "n": 1 << 60}, f"[[1], [{1 << 60}]]"),
     ],
 )
 def test_message_text_is_text(text: str, row: dict[str, object], rendered: str) -> None:
@@ -120,22 +158,70 @@ def test_message_text_is_text(text: str, row: dict[str, object], rendered: str) 
         ("{{ q.missing }}", {"q": "x"}, "no attribute 'missing'"),
         ("{{ n / 0 }}", {"n": 1}, "division by zero"),
         ("{{ q | fromjson }}", {"q": "{"}, "EOF while parsing an object"),
-        ("{{ q * 100000000 }}", {"q": "ab"}, "the product is too long"),
+        ("{{ q * 100000000 }}", {"q": "ab"}, "grows over 64 Mi characters"),
         ("{{ n ** 100 }}", {"n": 9}, "the exponent is over 64"),
+        ("{{ '%(a(b))d' % q }}", {"q": {"a(b)": 1}}, "a key of a % format has parentheses in it"),
+        (
+            "{{ tags | slice(n) | first }}",
+            {"tags": [1], "n": 1 << 60},
+            "over 1 Mi lists",
+        ),
         ("{% for i in range(1000000) %}x{% endfor %}", {"range": range(5)}, None),
         ("{{ q.__class__.__mro__ }}", {"q": "x"}, "unsafe"),
         ("{{ q.format.__globals__ }}", {"q": "x"}, "unsafe"),
         ("{{ q | dictsort }}", {"q": None}, "has no attribute 'items'"),
+        ([{"type": "text", "text": "{{ q }}"}], {"q": " "}, "the prompt is empty"),
+        ([{"type": "text", "text": "{{ q }}"}] * 2, {"q": ""}, "the prompt is empty"),
     ],
 )
 def test_a_row_that_does_not_fit_is_a_row_error(
-    text: str, row: dict[str, object], problem: str | None
+    text: object, row: dict[str, object], problem: str | None
 ) -> None:
     template = make_template(text)
     with pytest.raises(RowRenderError, match=problem or "not callable") as caught:
         template.render(row, row_number=41)
     assert caught.value.row_error.code == "template_error"
     assert str(caught.value) == f"row 41: {caught.value.row_error.message}"
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "q | center(n)", "q | indent(n)", "q | indent(width=n)", "q.ljust(n)", "q.rjust(n, 'x')",
+        "q.center(n)", "q.zfill(n)", "q.expandtabs(n)", "q.expandtabs(tabsize=n)",
+        "tags | tojson(n)", "tags | batch(n, 0) | list", "'%*d' % (n, 1)", "'%.*f' % (n, 1)",
+        "('%' ~ n ~ 'd') % 1", "('%%%(k)' ~ n ~ 's') | format(k=1)", "'%s %*d' | format(1, n, 1)",
+        "'{:>{}}'.format(1, n)", "'{k:{n}}'.format_map({'k': 1, 'n': n})", "q * n",
+        "text.center(n)", "text.expandtabs(n)", "text % (n, 1)", "n.to_bytes(n, 'big')",
+    ],
+)  # fmt: skip
+def test_a_number_of_a_row_makes_nothing_enormous(expression: str) -> None:
+    template = make_template("{{ " + expression + " }}")
+    row = {"q": "a\n\tb", "n": 1 << 60, "tags": [1], "text": b"%*d\t"}
+    with pytest.raises(RowRenderError, match="a value grows over 64 Mi characters or items"):
+        template.render(row, row_number=0)
+
+
+@pytest.mark.parametrize("width", [40 << 20, " " * (40 << 20)], ids=["number", "text"])
+def test_the_width_of_an_indent_counts_for_each_line(width: object) -> None:
+    template = make_template("{{ q | indent(n) | length }}")
+    with pytest.raises(RowRenderError, match="grows over 64 Mi characters"):
+        template.render({"q": "a\rb\rc", "n": width}, row_number=0)
+
+
+@pytest.mark.parametrize("indent", [1_000, " " * 1_000], ids=["number", "text"])
+def test_the_indent_of_json_counts_for_each_level(indent: object) -> None:
+    nested: list[object] = [1] * 1_000
+    for _ in range(100):
+        nested = [nested]
+    template = make_template("{{ tags | tojson(n) | length }}")
+    with pytest.raises(RowRenderError, match="grows over 64 Mi characters"):
+        template.render({"tags": nested, "n": indent}, row_number=0)
+
+
+def test_what_memory_cannot_hold_is_a_row_error() -> None:
+    with pytest.raises(RowRenderError, match="row 5: needs more memory than there is"):
+        make_template("{{ tags | list }}").render({"tags": range(1 << 60)}, row_number=5)
 
 
 @pytest.mark.parametrize("value", [{"type": "string"}, {"column": "n"}, "x", None])
@@ -220,14 +306,34 @@ def test_every_endpoint_has_its_prompt_field(
     assert compiled.render(row, row_number=0) == {"model": "m", key: expected}
 
 
-def image_template(folder: Path) -> RequestTemplate:
-    content = [{"type": "text", "text": "{{ q }}"}, {"image": {"column": "image"}}]
-    spec = make_spec(input={"path": f"{folder}/*.parquet", "messages": user(content)})
-    return RequestTemplate(spec, COLUMNS, model="m")
+IMAGE_TEMPLATE = make_template([
+    {"type": "text", "text": "{{ q }}"},
+    {"image": {"column": "image"}},
+])
 
 
-def image_url_of(template: RequestTemplate, value: object) -> str:
-    parts = content_of(template, q="what?", image=value)
+@pytest.mark.parametrize(
+    ("endpoint", "key", "content"),
+    [
+        ("/v1/completions", "prompt", ["a", "{{ q }}"]),
+        ("/v1/embeddings", "input", ["{{ q }}"]),
+        ("/v1/responses", "input", user("{{ q }}")),
+        ("/v1/responses", "input", user([{"type": "input_text", "text": "{{ q }}"}])),
+    ],
+)
+def test_a_list_with_an_empty_prompt_is_a_row_error(
+    endpoint: str, key: str, content: object
+) -> None:
+    spec = make_spec(endpoint=endpoint, input={"path": "/a.csv", key: content})
+    template = RequestTemplate(spec, ["q"], model="m")
+
+    assert template.render({"q": "b"}, row_number=0)
+    with pytest.raises(RowRenderError, match="the prompt is empty"):
+        template.render({"q": " "}, row_number=0)
+
+
+def image_url_of(folder: Path, value: object) -> str:
+    parts = content_of(IMAGE_TEMPLATE, folder, q="what?", image=value)
     assert isinstance(parts, list)
     assert parts[0] == {"type": "text", "text": "what?"}
     return str(parts[1]["image_url"]["url"])
@@ -255,10 +361,9 @@ def test_an_image_column_becomes_a_data_url(tmp_path: Path, form: str) -> None:
         "struct of bytes": {"bytes": PNG, "path": None},
         "struct of path": {"bytes": None, "path": "a.png"},
     }[form]
-    template = image_template(tmp_path)
-    assert template.columns_used == ("q", "image")
+    assert IMAGE_TEMPLATE.columns_used == ("q", "image")
     expected = "data:image/png;base64," + base64.b64encode(PNG).decode()
-    assert image_url_of(template, value) == expected
+    assert image_url_of(tmp_path, value) == expected
 
 
 def test_an_image_of_a_cached_data_set_is_a_link_to_its_blobs(tmp_path: Path) -> None:
@@ -270,9 +375,9 @@ def test_an_image_of_a_cached_data_set_is_a_link_to_its_blobs(tmp_path: Path) ->
         (blobs / "0123").write_bytes(PNG)
         (folder / f"{blobs.parent.name}.png").symlink_to(blobs / "0123")
 
-    assert image_url_of(image_template(folder), f"{cached.name}.png").startswith("data:image/png;")
+    assert image_url_of(folder, f"{cached.name}.png").startswith("data:image/png;")
     with pytest.raises(RowRenderError, match="outside the folder"):
-        image_url_of(image_template(folder), f"{other.name}.png")
+        image_url_of(folder, f"{other.name}.png")
 
 
 @pytest.mark.parametrize(
@@ -300,7 +405,7 @@ def test_images_stay_within_the_folder_of_the_input(
     (folder / "loop.png").symlink_to("loop.png")
     (folder / "notes.txt").write_text("no image")
     with pytest.raises(RowRenderError, match=problem):
-        image_url_of(image_template(folder), value)
+        image_url_of(folder, value)
 
 
 def batch_row(**changes: object) -> dict[str, object]:

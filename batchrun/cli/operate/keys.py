@@ -105,7 +105,7 @@ TokensOption = Annotated[
     typer.Option(parser=_amount, metavar="N|none", help="Most prompt tokens in batches at once."),
 ]
 BytesOption = Annotated[
-    int | None, typer.Option(parser=_amount, metavar="N|none", help="Most bytes in files.")
+    int | None, typer.Option(parser=_amount, metavar="N|none", help="Most bytes stored.")
 ]
 WeightOption = Annotated[
     float | None,

@@ -160,7 +160,8 @@ def gc(
 ) -> None:
     """Remove the results and pinned inputs of jobs that ended long ago.
 
-    Output files stay where they are, and so do the jobs with their counts.
+    The metadata and errors of batches go with them. Output files stay where they are, and so do
+    the jobs with their counts.
     """
     age_s = _age_s(older_than, config)
     now_s = time.time()

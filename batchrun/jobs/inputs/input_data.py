@@ -19,10 +19,17 @@ import numpy as np
 import pyarrow as pa
 import xxhash
 
-from batchrun.errors import DataError, JobSpecError, shortened, suggestion
-from batchrun.files import allow_many_open_files
+from batchrun.errors import BatchrunError, DataError, JobSpecError, shortened, suggestion
+from batchrun.files import allow_many_open_files, is_url
 from batchrun.jobs.inputs.parquet import ParquetInput, told_apart
-from batchrun.jobs.inputs.rows import BATCH_BYTES, FileState, InputFile, Row, Undecodable
+from batchrun.jobs.inputs.rows import (
+    BATCH_BYTES,
+    FileState,
+    InputFile,
+    Row,
+    Undecodable,
+    without_nulls,
+)
 from batchrun.jobs.inputs.text_files import (
     CsvInput,
     JsonArrayInput,
@@ -35,18 +42,23 @@ from batchrun.jobs.pin import InputPin, PinnedFile, even_block_ends, hash_blocks
 from batchrun.jobs.spec import InputSpec, JobSpec
 from batchrun.types import ProgressSink
 
+_FIRST_BYTES = 64 << 10
 _WHOLE_NUMBER = re.compile(r"0|-?[1-9][0-9]{0,17}")
 
 
 class InputData:
     """Rows 0 to `num_rows` - 1 over several files. Used by one thread at a time.
 
-    `id_column` is None when the row number is the id. Every method raises DataError, one line
-    that names the file (and the line of a text file), when an input cannot be read.
+    `id_column` is None when the row number is the id; `folders` are where the files were
+    submitted, None of objects. Every method raises DataError, one line that names the file (and the
+    line of a text file), when an input cannot be read.
     """
 
-    def __init__(self, files: Sequence[InputFile], *, id_column: str | None) -> None:
+    def __init__(
+        self, files: Sequence[InputFile], *, id_column: str | None, folders: Sequence[Path | None]
+    ) -> None:
         self._files = tuple(files)
+        self._folders = tuple(folders)
         self._parquet_files = [file for file in files if isinstance(file, ParquetInput)]
         self.id_column = id_column
         self.columns = tuple(dict.fromkeys(name for file in files for name in file.columns))
@@ -85,6 +97,8 @@ class InputData:
         try:
             pa.unify_schemas([*map(told_apart, schemas)], promote_options="permissive")
             common = pa.unify_schemas(schemas, promote_options="permissive")
+            if any(schema.field(name).type != common.field(name).type for schema in schemas):
+                common = pa.schema([f.with_type(without_nulls(f.type)) for f in common])
             for file in self._parquet_files:
                 file.check_fits(common)
         except (pa.ArrowInvalid, pa.ArrowTypeError, DataError):
@@ -103,6 +117,15 @@ class InputData:
             schema = self.schema(columns)
             for file in self._parquet_files:
                 file.check_fits(schema)
+
+    def check_first_rows(self, columns: Sequence[str], *, is_one_table: bool) -> None:
+        """Raises DataError where the first rows of a Parquet file cannot be read, for one table or
+        as native values."""
+        for file in self._parquet_files:
+            if is_one_table:
+                next(file.iter_batches(columns, self.schema(columns), _FIRST_BYTES), None)
+            else:
+                next(file.iter_rows(columns, _FIRST_BYTES), None)
 
     def check_lines(self, progress: ProgressSink | None = None) -> None:
         """Reads all of the text files. Raises DataError for the first record that is no row."""
@@ -186,6 +209,10 @@ class InputData:
         """Where a row stands: its file, and its line or its number there."""
         owner = int(np.searchsorted(self._starts, row, side="right")) - 1
         return self._files[owner].place(row - int(self._starts[owner]))
+
+    def folder(self, row: int) -> Path | None:
+        """The folder from which paths in a row are meant; there is none for an object's."""
+        return self._folders[int(np.searchsorted(self._starts, row, side="right")) - 1]
 
     def places(self) -> list[tuple[Path, int, int]]:
         """(file, first row, row after the last) of each file."""
@@ -300,14 +327,17 @@ def open_input(spec: InputSpec) -> InputData:
     """Opens all files of an input.
 
     Raises DataError, one line, when a path is missing or not a readable file of its format,
-    when there are no rows, or when `spec.id` is not a column.
+    when there are no rows, or when `spec.id` is not a column; StoreError where no scratch copy
+    can be made of one.
     """
-    return _open_all(spec, input_files(spec.path))
+    files = input_files(spec.path)
+    return _open_all(spec, files, [file.parent for file in files])
 
 
 def open_pinned(spec: InputSpec, pin: InputPin, *, links: Path | None = None) -> InputData:
     """Opens exactly the pinned files, through their links in `links` where the path changed."""
-    return _open_all(spec, [pinned_path(file, links) for file in pin.files])
+    folders = [None if is_url(file.path) else Path(file.path).parent for file in pin.files]
+    return _open_all(spec, [pinned_path(file, links) for file in pin.files], folders)
 
 
 def check_columns(spec: JobSpec, data: InputData) -> None:
@@ -319,14 +349,17 @@ def check_columns(spec: JobSpec, data: InputData) -> None:
 
 
 def check_kept(spec: JobSpec, data: InputData) -> None:
-    """Raises JobSpecError when the output could not hold a column that `output.keep` names."""
+    """Raises JobSpecError when the output could not hold a column that `output.keep` names, and
+    DataError when one cannot be read."""
     check_columns(spec, data)
+    is_one_table = spec.output.path.endswith(".parquet")
     for index, column in enumerate(spec.output.keep):
         try:
-            data.check_types([column], is_one_table=spec.output.path.endswith(".parquet"))
+            data.check_types([column], is_one_table=is_one_table)
         except DataError as error:
             place = spec.where(f"output.keep[{index}]")
             raise JobSpecError(f"{place}: {column!r} cannot be kept: {error}") from None
+    data.check_first_rows(spec.output.keep, is_one_table=is_one_table)
 
 
 def no_column(column: str, columns: Sequence[str]) -> str:
@@ -338,7 +371,7 @@ def no_column(column: str, columns: Sequence[str]) -> str:
     return f"the input has no column {column!r}{hint}; its columns are {shown}"
 
 
-def _open_all(spec: InputSpec, paths: Sequence[Path]) -> InputData:
+def _open_all(spec: InputSpec, paths: Sequence[Path], folders: Sequence[Path | None]) -> InputData:
     opened: list[InputFile] = []
     if len(paths) > MANY_FILES:
         allow_many_open_files()
@@ -347,9 +380,9 @@ def _open_all(spec: InputSpec, paths: Sequence[Path]) -> InputData:
             opened.append(_open_one(spec, path))
             _check_same_columns(opened[0], opened[-1])
         id_column = "custom_id" if spec.format == "openai-batch" else spec.id
-        data = InputData(opened, id_column=id_column)
+        data = InputData(opened, id_column=id_column, folders=folders)
         _check_rows(spec, data)
-    except (DataError, OSError):
+    except (BatchrunError, OSError):
         for file in opened:
             file.close()
         raise
@@ -357,9 +390,9 @@ def _open_all(spec: InputSpec, paths: Sequence[Path]) -> InputData:
 
 
 def _open_one(spec: InputSpec, path: Path) -> InputFile:
-    if path.is_dir():
-        raise DataError(f"{path}: is a folder; name a file, or a glob such as {path}/*.parquet")
     try:
+        if path.is_dir():
+            raise DataError(f"{path}: is a folder; name a file, or a glob such as {path}/*.parquet")
         if not os.path.isfile(path):  # noqa: PTH113 - Path.is_file raises on a name too long
             path.stat()
             raise DataError(f"{path}: is not a regular file")

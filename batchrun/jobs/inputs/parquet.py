@@ -8,7 +8,7 @@ import decimal
 import json
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -23,9 +23,11 @@ from batchrun.jobs.inputs.rows import (
     ROW_LIMIT_BYTES,
     InputFile,
     Row,
+    cast_changed,
     empty_batches,
     native_rows,
     with_leaves,
+    without_nulls,
 )
 
 JSON_COLUMNS = "batchrun.json"
@@ -43,6 +45,7 @@ _MAGIC = b"PAR1"
 _BUFFER_BYTES = 1 << 20
 _MAX_BATCH_ROWS = 8192
 _SAMPLE_ROWS = 16
+_STRETCH_ROWS = 1024
 SMALL_GROUP_BYTES = 4 * BATCH_BYTES
 """Row groups up to this size are decoded whole for random access; larger ones are searched."""
 
@@ -69,7 +72,7 @@ class ParquetInput(InputFile):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file = _open(path)
+        self._source, self._file = _open(path)
         schema: pa.Schema = self._file.schema_arrow
         self.columns: tuple[str, ...] = tuple(schema.names)
         self._as_json = _json_columns(path, self._file.metadata.metadata)
@@ -77,8 +80,9 @@ class ParquetInput(InputFile):
         groups = range(self._file.num_row_groups)
         self._group_rows = [self._file.metadata.row_group(group).num_rows for group in groups]
         self._ends = np.cumsum(self._group_rows)
-        self._cache: OrderedDict[tuple[int, tuple[str, ...]], pa.RecordBatch] = OrderedDict()
-        self._row_bytes = cache(self._measure_row_bytes)
+        self._cache: OrderedDict[tuple[int, tuple[str, ...]], list[pa.RecordBatch]] = OrderedDict()
+        self._sizes = cache(self._measure_sizes)
+        self._with_categories = cache(partial(_parquet_file, self._source, self._file.metadata))
 
     def schema(self, columns: Sequence[str]) -> pa.Schema:
         """The file's own types of `columns`, of categories that of their values; DataError for a
@@ -150,19 +154,19 @@ class ParquetInput(InputFile):
     def chunk_sizes(self, columns: Sequence[str]) -> list[tuple[int, int]]:
         """(rows, about how many decoded bytes) of each row group."""
         return [
-            (num_rows, int(num_rows * self._row_bytes(group, tuple(columns))))
+            (num_rows, self._sizes(group, tuple(columns))[1])
             for group, num_rows in enumerate(self._group_rows)
         ]
 
     def close(self) -> None:
         """Closes the file."""
-        self._file.close()
+        self._source.close()
         self._cache.clear()
 
     def _fitted(self, batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
         """The batch in the types that all files of the input have in common."""
         try:
-            return batch if batch.schema == schema else batch.cast(schema)
+            return cast_changed(batch, schema)
         except pa.ArrowException as failure:
             reason = " ".join(str(failure).split())
             raise MixedTypesError(
@@ -186,17 +190,18 @@ class ParquetInput(InputFile):
 
     def _batch_rows(self, group: int, columns: Sequence[str], max_bytes: int) -> int:
         """Rows per batch so that one decodes to about `max_bytes`."""
-        row_bytes = self._row_bytes(group, tuple(columns))
+        row_bytes, _ = self._sizes(group, tuple(columns))
         return int(np.clip(max_bytes / max(row_bytes, 1), 1, _MAX_BATCH_ROWS))
 
-    def _measure_row_bytes(self, group: int, columns: tuple[str, ...]) -> float:
-        """Decoded bytes of a row of the group, on the average: as the footer has it, or as a few
-        decoded rows have it if that is more.
+    def _measure_sizes(self, group: int, columns: tuple[str, ...]) -> tuple[float, int]:
+        """(decoded bytes of a row among the longest, of the group): as the footer has them on the
+        average, or as a few decoded rows or the text of all rows have them if that is more.
 
         The footer's size counts a repeated value once.
         """
-        metadata = self._file.metadata.row_group(group)
-        row_bytes = self._encoded_bytes(group, columns) / max(metadata.num_rows, 1)
+        parts = self._parts(group, columns)
+        num_rows = max(self._group_rows[group], 1)
+        row_bytes = float(sum(part.total_uncompressed_size for part in parts) / num_rows)
         with _readable(self.path):
             sample = next(
                 self._file.iter_batches(
@@ -210,35 +215,62 @@ class ParquetInput(InputFile):
             if sample is not None and sample.num_rows:
                 num_bytes = sum(part.nbytes for part in _plain_parts(sample, BATCH_BYTES))
                 row_bytes = max(row_bytes, num_bytes / sample.num_rows)
-        return float(row_bytes)
+        longest_bytes, text_bytes = self._text_sizes(group, parts, row_bytes)
+        group_bytes = max(int(self._group_rows[group] * row_bytes), text_bytes)
+        return max(row_bytes, longest_bytes), group_bytes
 
-    def _encoded_bytes(self, group: int, columns: Sequence[str]) -> int:
+    def _text_sizes(
+        self, group: int, parts: Sequence[pq.ColumnChunkMetaData], row_bytes: float
+    ) -> tuple[float, int]:
+        """(bytes of text of a row, where some rows of the group that follow one another have most,
+        of the group); 0 where that cannot be much more than `row_bytes` has it."""
+        texts = [part for part in parts if _may_repeat_text(part)]
+        if not texts:
+            return 0.0, 0
+        file = self._with_categories(tuple(part.path_in_schema for part in texts))
+        num_rows = max(self._group_rows[group], 1)
+        stretch_rows = int(np.clip(BATCH_BYTES / max(row_bytes, 1), 1, _STRETCH_ROWS))
+        stretch_rows = min(stretch_rows, num_rows)
+        longest_bytes = text_bytes = 0
+        for part in texts:
+            with _readable(self.path):
+                batches = file.iter_batches(
+                    batch_size=stretch_rows,
+                    row_groups=[group],
+                    columns=[part.path_in_schema],
+                    use_threads=False,
+                )
+                harmless_bytes = 2 * row_bytes * num_rows / max(part.num_values, 1)
+                most_bytes, all_bytes = _stretch_bytes(batches, harmless_bytes)
+            longest_bytes += most_bytes
+            text_bytes += all_bytes
+        return longest_bytes / stretch_rows, text_bytes
+
+    def _parts(self, group: int, columns: Sequence[str]) -> list[pq.ColumnChunkMetaData]:
         metadata = self._file.metadata.row_group(group)
-        wanted = set(columns)
+        wanted = tuple(f"{name}." for name in columns)
         parts = (metadata.column(index) for index in range(metadata.num_columns))
-        return sum(
-            part.total_uncompressed_size
-            for part in parts
-            if part.path_in_schema.split(".")[0] in wanted
-        )
+        return [part for part in parts if f"{part.path_in_schema}.".startswith(wanted)]
 
     def _chunks(self, group: int, columns: tuple[str, ...]) -> Iterable[pa.RecordBatch]:
-        """The rows of a group: as one batch, out of a small cache, unless they are many."""
-        if self._group_rows[group] * self._row_bytes(group, tuple(columns)) > SMALL_GROUP_BYTES:
+        """The rows of a group: out of a small cache, unless they are many."""
+        if self._sizes(group, columns)[1] > SMALL_GROUP_BYTES:
             return self._group_batches(group, columns, BATCH_BYTES)
         if (group, columns) not in self._cache:
             with _readable(self.path):
                 table = self._file.read_row_group(group, columns=list(columns), use_threads=False)
-            whole = table.select(list(columns)).combine_chunks().to_batches()[0]
-            whole = _without_views(whole)
-            self._cache[group, columns] = whole
+            parts = table.select(list(columns)).combine_chunks().to_batches()
+            self._cache[group, columns] = [*map(_without_views, parts)]
         self._cache.move_to_end((group, columns))
-        while len(self._cache) > 1 and sum(b.nbytes for b in self._cache.values()) > CACHE_BYTES:
+        while len(self._cache) > 1 and self._cached_bytes() > CACHE_BYTES:
             self._cache.popitem(last=False)
-        return [self._cache[group, columns]]
+        return self._cache[group, columns]
+
+    def _cached_bytes(self) -> int:
+        return sum(batch.nbytes for parts in self._cache.values() for batch in parts)
 
 
-def _open(path: Path) -> pq.ParquetFile:
+def _open(path: Path) -> tuple[pa.OSFile, pq.ParquetFile]:
     with path.open("rb") as file:
         head = file.read(len(_MAGIC))
         file.seek(max(path.stat().st_size - len(_MAGIC), 0))
@@ -248,10 +280,51 @@ def _open(path: Path) -> pq.ParquetFile:
     if tail != _MAGIC:
         raise DataError(f"{path}: the Parquet file is cut short (its footer is missing)")
     with _readable(path):
-        # Spark's INT96 times in nanoseconds would wrap outside the years 1677 to 2262.
-        return pq.ParquetFile(
-            path, pre_buffer=False, buffer_size=_BUFFER_BYTES, coerce_int96_timestamp_unit="us"
-        )
+        source = pa.OSFile(str(path))
+        return source, _parquet_file(source, None, ())
+
+
+def _parquet_file(
+    source: pa.OSFile, metadata: pq.FileMetaData | None, categories: Sequence[str]
+) -> pq.ParquetFile:
+    """A reader; text of `categories` it reads as categories."""
+    # Spark's INT96 times in nanoseconds would wrap outside the years 1677 to 2262.
+    return pq.ParquetFile(
+        source,
+        metadata=metadata,
+        pre_buffer=False,
+        buffer_size=_BUFFER_BYTES,
+        coerce_int96_timestamp_unit="us",
+        read_dictionary=list(categories),
+    )
+
+
+def _may_repeat_text(part: pq.ColumnChunkMetaData) -> bool:
+    """Whether the file may have text of this column once that stands in many rows."""
+    is_text = part.physical_type == "BYTE_ARRAY"
+    is_long = part.num_values * part.total_uncompressed_size > SMALL_GROUP_BYTES
+    return is_text and is_long and any("DICTIONARY" in encoding for encoding in part.encodings)
+
+
+def _stretch_bytes(batches: Iterable[pa.RecordBatch], harmless_bytes: float) -> tuple[int, int]:
+    """Bytes of the text in (the batch with the most, all batches) whose rows name categories of the
+    file; text after these was written as it is. 0 where no category is over so many bytes long."""
+    most_bytes = all_bytes = num_known = 0
+    for batch in batches:
+        found = [leaf.dictionary for column in batch.columns for leaf in _categories(column)]
+        num_values = sum(map(len, found))
+        if not num_known and num_values and not any(_has_longer(v, harmless_bytes) for v in found):
+            break
+        num_bytes = sum(map(_category_bytes, batch.columns))
+        most_bytes, all_bytes = max(most_bytes, num_bytes), all_bytes + num_bytes
+        if num_known and num_values > num_known:
+            break
+        num_known = num_values
+    return most_bytes, all_bytes
+
+
+def _has_longer(values: pa.Array, num_bytes: float) -> bool:
+    return (pc.max(pc.binary_length(values)).as_py() or 0) > num_bytes
 
 
 def _json_columns(path: Path, marks: Mapping[bytes, bytes] | None) -> frozenset[str]:
@@ -292,7 +365,12 @@ def _value(kind: pa.DataType) -> pa.DataType:
 
 def _plain(fields: Iterable[pa.Field]) -> pa.Schema:
     """The fields with text where Arrow has views of it, or categories."""
-    return pa.schema([f.with_type(with_leaves(_without_view(f.type), _value)) for f in fields])
+    return pa.schema([field.with_type(_plain_type(field.type)) for field in fields])
+
+
+def _plain_type(kind: pa.DataType) -> pa.DataType:
+    plain = with_leaves(_without_view(kind), _value)
+    return plain if plain == kind else without_nulls(plain)
 
 
 def told_apart(schema: pa.Schema) -> pa.Schema:
@@ -316,25 +394,31 @@ def _plain_parts(batch: pa.RecordBatch, max_bytes: int) -> Iterator[pa.RecordBat
         yield from _plain_parts(batch.slice(0, half), max_bytes)
         yield from _plain_parts(batch.slice(half), max_bytes)
     else:
-        yield batch.cast(schema)
+        yield cast_changed(batch, schema)
 
 
 def _category_bytes(column: pa.Array) -> int:
     """Bytes of the text that the categories in a column stand for."""
+    sizes = (pc.binary_length(leaf.dictionary).take(leaf.indices) for leaf in _categories(column))
+    return sum(int(pc.sum(each).as_py() or 0) for each in sizes)
+
+
+def _categories(column: pa.Array) -> Iterator[pa.DictionaryArray]:
+    """The column, or what stands in its structs and lists, as far as that is of categories."""
     if pa.types.is_dictionary(column.type):
-        sizes = pc.binary_length(column.dictionary)
-        return int(pc.sum(sizes.take(column.indices)).as_py() or 0)
-    if pa.types.is_struct(column.type):
-        return sum(map(_category_bytes, column.flatten()))
-    is_list = isinstance(column, pa.ListArray | pa.LargeListArray | pa.FixedSizeListArray)
-    return _category_bytes(column.flatten()) if is_list else 0
+        yield column
+    elif pa.types.is_struct(column.type):
+        for child in column.flatten():
+            yield from _categories(child)
+    elif isinstance(column, pa.ListArray | pa.LargeListArray | pa.FixedSizeListArray):
+        yield from _categories(column.flatten())
 
 
 def _without_views(batch: pa.RecordBatch) -> pa.RecordBatch:
     """The batch with text where Arrow has views of text, which it cannot pick rows of."""
     fields = [field.with_type(_without_view(field.type)) for field in batch.schema]
     schema = pa.schema(fields)
-    return batch if schema == batch.schema else batch.cast(schema)
+    return cast_changed(batch, schema)
 
 
 def _is_usable(kind: pa.DataType) -> bool:

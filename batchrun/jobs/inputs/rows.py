@@ -193,33 +193,39 @@ def native_rows(batch: pa.RecordBatch) -> list[Row]:
     """
     if not batch.num_columns:
         return [{} for _ in range(batch.num_rows)]
-    types = [with_leaves(kind, _without_nanoseconds) for kind in batch.schema.types]
-    schema = pa.schema([*map(pa.Field.with_type, batch.schema, types)])
+    names, columns = batch.schema.names, [*map(_without_nanoseconds, batch.columns)]
     try:
-        fitted = batch if schema == batch.schema else batch.cast(schema, safe=False)
-        rows: list[Row] = fitted.to_pylist()
+        rows: list[Row] = pa.RecordBatch.from_arrays(columns, names=names).to_pylist()
     except _UNREADABLE:
-        columns = [*zip(batch.schema.names, batch.columns, schema.types, strict=True)]
+        named = [*zip(names, columns, strict=True)]
         return [
-            {name: _cell(name, column.slice(index, 1), kind) for name, column, kind in columns}
+            {name: _cell(name, column, index) for name, column in named}
             for index in range(batch.num_rows)
         ]
     return rows
 
 
-def _cell(name: str, cell: pa.Array, kind: pa.DataType) -> object:
+def _without_nanoseconds(column: pa.Array) -> pa.Array:
+    kind = with_leaves(column.type, _at_most_microseconds)
+    return column if kind == column.type else column.cast(without_nulls(kind), safe=False)
+
+
+def _cell(name: str, column: pa.Array, index: int) -> object:
+    """One value. Arrow ends the process where it casts a part of a column with nested nulls."""
     try:
-        return cell.cast(kind, safe=False)[0].as_py()
+        return column[index].as_py()
     except UnicodeDecodeError:
         reason = f"column {name!r} is not valid UTF-8"
     except _UNREADABLE as error:
         reason = f"column {name!r} cannot be read: {error}"
     shown = None
-    with suppress(*_UNREADABLE):
-        if pa.types.is_timestamp(kind):
-            cell = cell.cast(pa.timestamp(kind.unit), safe=False)  # UTC, whatever its zone is.
-        octets = cell.cast(pa.string(), safe=False).cast(pa.binary())[0].as_py()
-        shown = octets.decode("utf-8", "replace")
+    if not column.type.num_fields:
+        cell = column.slice(index, 1)
+        with suppress(*_UNREADABLE):
+            if pa.types.is_timestamp(cell.type):
+                cell = cell.cast(pa.timestamp(cell.type.unit), safe=False)  # UTC in any zone.
+            octets = cell.cast(pa.string(), safe=False).cast(pa.binary())[0].as_py()
+            shown = octets.decode("utf-8", "replace")
     return Undecodable(reason, shown)
 
 
@@ -288,7 +294,23 @@ def with_leaves(kind: pa.DataType, change: Callable[[pa.DataType], pa.DataType])
     return change(kind)
 
 
-def _without_nanoseconds(kind: pa.DataType) -> pa.DataType:
+def without_nulls(kind: pa.DataType) -> pa.DataType:
+    """The type with text where all values are null: Arrow casts nulls within lists wrong."""
+    return with_leaves(kind, lambda leaf: pa.string() if pa.types.is_null(leaf) else leaf)
+
+
+def cast_changed(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
+    """The batch in these types; columns that have theirs are not cast. Raises ArrowException."""
+    if batch.schema == schema:
+        return batch
+    columns = [
+        column if column.type == kind else column.cast(kind)
+        for column, kind in zip(batch.columns, schema.types, strict=True)
+    ]
+    return pa.RecordBatch.from_arrays(columns, schema=schema)
+
+
+def _at_most_microseconds(kind: pa.DataType) -> pa.DataType:
     if pa.types.is_timestamp(kind) and kind.unit == "ns":
         return pa.timestamp("us", kind.tz)
     if pa.types.is_duration(kind) and kind.unit == "ns":

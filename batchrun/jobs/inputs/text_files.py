@@ -11,7 +11,6 @@ import gzip
 import io
 import json
 import os
-import shutil
 import tempfile
 import zlib
 from abc import abstractmethod
@@ -24,7 +23,8 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import csv
 
-from batchrun.errors import DataError, shortened
+from batchrun.errors import DataError, StoreError, StoreFullError, shortened
+from batchrun.files import DISK_FULL
 from batchrun.jobs.inputs.rows import (
     BATCH_BYTES,
     BOM,
@@ -71,7 +71,7 @@ class TextFile(InputFile):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with self._readable(), contextlib.ExitStack() as on_failure:
+        with _readable(self.path), contextlib.ExitStack() as on_failure:
             self._file = on_failure.enter_context(self._opened())
             self._find_records()
             self.columns = tuple(self._find_columns())
@@ -88,15 +88,6 @@ class TextFile(InputFile):
         """Closes the file."""
         self._file.close()
 
-    @contextlib.contextmanager
-    def _readable(self) -> Iterator[None]:
-        """Turns what can go wrong while reading into DataError."""
-        try:
-            yield
-        except (OSError, EOFError, zlib.error) as failure:
-            reason = getattr(failure, "strerror", None) or str(failure)
-            raise DataError(f"{self.path}: cannot be read: {reason}") from failure
-
     def _spans(self, max_bytes: int, max_rows: int = _MAX_BATCH_ROWS) -> Iterator[range]:
         """Runs of records that hold about `max_bytes`."""
         first = 0
@@ -111,7 +102,7 @@ class TextFile(InputFile):
         """The bytes of these records, which follow one another."""
         base = int(self._starts[rows.start])
         num_bytes = int(self._ends[rows.stop - 1]) - base
-        with self._readable():
+        with _readable(self.path):
             block = os.pread(self._file.fileno(), num_bytes, base)
         starts = (self._starts[rows.start : rows.stop] - base).tolist()
         ends = (self._ends[rows.start : rows.stop] - base).tolist()
@@ -122,7 +113,7 @@ class TextFile(InputFile):
         wanted = np.asarray(rows, dtype=np.int64)
         spans = zip(self._starts[wanted].tolist(), self._ends[wanted].tolist(), strict=True)
         file = self._file.fileno()
-        with self._readable():
+        with _readable(self.path):
             yield from (os.pread(file, end - start, start) for start, end in spans)
 
     def place(self, row: int) -> str:
@@ -168,17 +159,51 @@ class TextFile(InputFile):
             self._starts, self._ends = bounds[:-1], bounds[1:]
 
 
+@contextlib.contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Turns what can go wrong while reading into DataError."""
+    try:
+        yield
+    except (OSError, EOFError, zlib.error) as failure:
+        reason = getattr(failure, "strerror", None) or str(failure)
+        raise DataError(f"{path}: cannot be read: {reason}") from failure
+
+
 def _open_plain(path: Path) -> BinaryIO:
-    """The file, or for .gz and .zst an unpacked copy in an unlinked file."""
+    """The file, or for .gz and .zst an unpacked copy."""
     raw = path.open("rb")
     if path.suffix not in {".gz", ".zst"}:
         return raw
-    with raw, unpacked(path.name, raw) as packed, contextlib.ExitStack() as on_failure:
-        plain: BinaryIO = on_failure.enter_context(tempfile.TemporaryFile())
-        shutil.copyfileobj(packed, plain, _BLOCK_BYTES)
-        plain.flush()
-        on_failure.pop_all()
-        return plain
+    with raw:
+        return _scratch_copy(path, _pieces(path, raw))
+
+
+def _pieces(path: Path, raw: BinaryIO) -> Iterator[bytes]:
+    with _readable(path), unpacked(path.name, raw) as packed:
+        while piece := packed.read(_BLOCK_BYTES):
+            yield piece
+
+
+def _scratch_copy(path: Path, pieces: Iterable[bytes]) -> BinaryIO:
+    """These pieces of what `path` holds in an unlinked file. Raises StoreFullError where there is
+    no room for it, StoreError where there can be none, and what `pieces` raises."""
+    try:
+        with contextlib.ExitStack() as on_failure:
+            plain: BinaryIO = on_failure.enter_context(tempfile.TemporaryFile())
+            plain.writelines(pieces)
+            plain.flush()
+            on_failure.pop_all()
+            return plain
+    except OSError as failure:
+        if failure.errno in DISK_FULL:
+            raise StoreFullError(
+                f"{tempfile.gettempdir()}: no room for a scratch copy of {path}; free some space "
+                "there, or name another folder in TMPDIR, and try again"
+            ) from None
+        raise StoreError(
+            f"{path}: a scratch copy cannot be made: {failure.strerror or failure}; "
+            "name a folder for it in TMPDIR"
+        ) from None
 
 
 class JsonlInput(TextFile):
@@ -268,12 +293,7 @@ class JsonArrayInput(JsonlInput):
             raise DataError(f"{self.path}: not valid JSON: {failure}{_jsonl_hint(text)}") from None
         if not isinstance(rows, list):
             raise DataError(f"{self.path}: must be an array of objects, not {type_name(rows)}")
-        with contextlib.ExitStack() as on_failure:
-            plain: BinaryIO = on_failure.enter_context(tempfile.TemporaryFile())
-            plain.writelines(json.dumps(row).encode() + b"\n" for row in rows)
-            plain.flush()
-            on_failure.pop_all()
-            return plain
+        return _scratch_copy(self.path, (json.dumps(row).encode() + b"\n" for row in rows))
 
     def place(self, row: int) -> str:
         """`FILE: element N`, from 0."""

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import glob
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from jinja2 import TemplateError
 
 from batchrun.errors import JobSpecError
-from batchrun.files import is_url
 from batchrun.jobs.inputs.input_data import BATCH_COLUMNS, no_column
 from batchrun.jobs.inputs.rows import Row
-from batchrun.jobs.job_file import CONTENT_KEYS, content_template, find_problems, unescaped
+from batchrun.jobs.job_file import CONTENT_KEYS, content_template, find_problems
 from batchrun.jobs.prompts.templating import Compiler, Renderer
 from batchrun.jobs.request_fields import IMPOSSIBLE
 from batchrun.jobs.spec import JobSpec
@@ -62,7 +60,7 @@ class RequestTemplate:
             return
         for key, problem in find_problems(spec):
             raise JobSpecError(f"{spec.where(key)}: {problem}")
-        compiler = Compiler(spec.endpoint, columns, _image_folders(spec.input.path))
+        compiler = Compiler(spec.endpoint, columns)
         content_key = CONTENT_KEYS[spec.endpoint]
         content = content_template(spec)
         if content is None:
@@ -76,13 +74,16 @@ class RequestTemplate:
         used = frozenset().union(*compiler.columns_by_key.values())
         self.columns_used = tuple(name for name in columns if name in used)
 
-    def render(self, row: Mapping[str, object], *, row_number: int) -> Row:
-        """The request body of one row, `model` set. `row` holds at least `columns_used`.
+    def render(
+        self, row: Mapping[str, object], *, row_number: int, folder: Path | None = None
+    ) -> Row:
+        """The request body of one row, `model` set. `row` holds at least `columns_used`; in
+        `folder` lie the images that it names by paths.
 
         Raises RowRenderError when the row does not fit.
         """
         try:
-            body = self._batch_body(row) if not self._fields else self._templated_body(row)
+            body = self._batch_body(row) if not self._fields else self._templated_body(row, folder)
             if self.may_name_media:
                 check_media(body)
         except ImageError as problem:
@@ -92,12 +93,14 @@ class RequestTemplate:
             raise RowRenderError(row_number, reason) from None
         except RecursionError:
             raise RowRenderError(row_number, "nested too deeply") from None
+        except MemoryError:
+            raise RowRenderError(row_number, "needs more memory than there is") from None
         return body
 
-    def _templated_body(self, row: Mapping[str, object]) -> Row:
+    def _templated_body(self, row: Mapping[str, object], folder: Path | None) -> Row:
         body: Row = {"model": self._model}
         for name, render in self._fields.items():
-            body[name] = render(row)
+            body[name] = render(row, folder)
         key = CONTENT_KEYS[self._endpoint]
         body[key] = _without_nulls(body[key])
         _refuse_empty(body)
@@ -140,21 +143,10 @@ def _check_columns(spec: JobSpec, compiler: Compiler, columns: Sequence[str]) ->
     for key, names in compiler.columns_by_key.items():
         for name in sorted(names - set(columns)):
             raise JobSpecError(f"{spec.where(key)}: {no_column(name, columns)}")
-
-
-def _image_folders(paths: Sequence[str]) -> list[Path]:
-    """The folders of the input files; for a glob, the part of its path before the pattern. An
-    object has none."""
-    folders: dict[Path, None] = {}
-    for path in paths:
-        if is_url(path):
-            continue
-        folder = Path(path).parent
-        while glob.has_magic(str(folder)) and not folder.exists():
-            literal = Path(unescaped(str(folder)))
-            folder = literal if literal.exists() else folder.parent
-        folders[folder] = None
-    return list(folders)
+    for key, names in compiler.other_names_by_key.items():
+        for name in sorted(names):
+            text = f"{name} is a word of templates, not the column {name!r}; rename it in the input"
+            raise JobSpecError(f"{spec.where(key)}: {text}")
 
 
 def _refuse_impossible(body: Mapping[str, object]) -> None:
@@ -169,7 +161,8 @@ def _refuse_empty(body: Mapping[str, object]) -> None:
         _refuse_empty_messages(body["messages"])
         return
     content = body.get("prompt", body.get("input"))
-    if content is None or (isinstance(content, str) and not content.strip()) or content == []:
+    items = content if isinstance(content, list) else [content]
+    if not items or any(_is_blank(_said(item)) for item in items):
         raise ValueError("the prompt is empty")
     if not isinstance(content, str | list):
         raise ValueError("the prompt must be text or a list")
@@ -181,7 +174,21 @@ def _refuse_empty_messages(messages: object) -> None:
     for message in messages:
         if not isinstance(message, dict):
             raise ValueError("each message must be an object with role and content")
-        content = message.get("content")
-        blank = not content or (isinstance(content, str) and not content.strip())
-        if blank and message.get("role") == "user":
+        if _is_blank(_said(message)):
             raise ValueError("the prompt is empty (a user message without content)")
+
+
+def _said(item: object) -> object:
+    """What a user's message says; any other item of a prompt as it is."""
+    if isinstance(item, dict) and item.get("role") == "user":
+        return item.get("content")
+    return item
+
+
+def _is_blank(content: object) -> bool:
+    """Whether there is neither text nor media in a content, a part or a prompt."""
+    if isinstance(content, dict):
+        return not content or ("text" in content and _is_blank(content["text"]))
+    if isinstance(content, list):
+        return all(map(_is_blank, content))
+    return content is None or (isinstance(content, str) and not content.strip())

@@ -11,15 +11,16 @@ import datetime
 import decimal
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
 from jinja2 import StrictUndefined, Template, TemplateSyntaxError, meta, nodes, pass_environment
 from jinja2.exceptions import SecurityError
-from jinja2.filters import make_attrgetter
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.filters import do_batch, make_attrgetter, sync_do_slice
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
 from pydantic import JsonValue
 
 from batchrun.errors import shortened
@@ -27,8 +28,8 @@ from batchrun.media.images import IMAGE_LIMIT_BYTES, MEDIA_KEYS, ImageError, dat
 from batchrun.strict import parse_json
 
 
-def image_url(value: object, folders: Sequence[Path]) -> str:
-    """The URL for a column's value: a path below one of `folders`, bytes, a URL, or a struct
+def image_url(value: object, folder: Path | None) -> str:
+    """The URL for a column's value: a path below `folder`, bytes, a URL, or a struct
     with `bytes` or `path` as Hugging Face writes them.
 
     Raises ImageError with the reason when it is none of these, or no image, or too large a one.
@@ -42,7 +43,7 @@ def image_url(value: object, folders: Sequence[Path]) -> str:
     if value.startswith(("data:", "http://", "https://")):
         return value
     try:
-        with _confined(value, folders).open("rb") as file:
+        with _confined(value, folder).open("rb") as file:
             return data_url(file.read(IMAGE_LIMIT_BYTES + 1))
     except (OSError, RuntimeError) as failure:
         why = getattr(failure, "strerror", "its links lead in a circle")
@@ -51,20 +52,18 @@ def image_url(value: object, folders: Sequence[Path]) -> str:
         raise ImageError(f"image {shortened(value)!r}: {problem}") from None
 
 
-def _confined(name: str, folders: Sequence[Path]) -> Path:
+def _confined(name: str, folder: Path | None) -> Path:
     if len(name) > _MAX_PATH_CHARS:
         raise ImageError("is no path; base64 needs data:image/...;base64, before it")
-    outside = True
-    for folder in folders:
-        root = folder.resolve()
-        path = (root / name).resolve()
-        if path.is_relative_to(root) or _is_cached(path, root):
-            outside = False
-            if path.is_file():
-                return path
-    if outside:
+    if folder is None:
+        raise ImageError("is a path, which needs an input on the local disk")
+    root = folder.resolve()
+    path = (root / name).resolve()
+    if not path.is_relative_to(root) and not _is_cached(path, root):
         raise ImageError("lies outside the folder of the input file")
-    raise ImageError("no such file beside the input file")
+    if not path.is_file():
+        raise ImageError("no such file beside the input file")
+    return path
 
 
 def _is_cached(path: Path, folder: Path) -> bool:
@@ -82,17 +81,42 @@ _SIZED = (str, bytes, list, tuple)
 
 
 class JobEnvironment(ImmutableSandboxedEnvironment):
-    """Jinja2 without reach into Python, and with the results of `*` and `**` bounded in size."""
+    """Jinja2 without reach into Python, and with what a number can make bounded in size: results of
+    `*` and `**`, texts and bytes of a given width, batches and slices."""
 
-    intercepted_binops = frozenset({"*", "**"})
+    intercepted_binops = frozenset({"%", "*", "**"})
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        for name in ("center", "format", "indent"):
+            self.filters[name] = _bounding(name, self.filters[name])
+        self.filters |= {"batch": _batch, "slice": _slice}
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Refuses operators whose result would be enormous (raises SecurityError)."""
+        """Refuses operators whose result would be enormous (SecurityError, ValueError)."""
         if operator == "**" and abs(right) > 64:
             raise SecurityError("the exponent is over 64")
-        if operator == "*" and _product_size(left, right) > TEXT_LIMIT_CHARS:
-            raise SecurityError("the product is too long")
+        if operator == "*":
+            _check_size(_product_size(left, right))
+        elif operator == "%" and isinstance(left, str | bytes):
+            text = left.decode("latin-1") if isinstance(left, bytes) else left
+            _check_size(_padding_chars(text, right))
         return super().call_binop(context, operator, left, right)
+
+    def call(self, context: Any, called: Any, /, *args: Any, **named: Any) -> Any:
+        """Refuses methods of texts, bytes and integers whose result is enormous (ValueError)."""
+        # The sandbox wraps `format`.
+        method = getattr(called, "__wrapped__", called)
+        text, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
+        if isinstance(text, str) and name in {"format", "format_map"}:
+            values = args[0] if name == "format_map" and args else named
+            _BoundedFormatter(self).vformat(text, args, values)
+        elif isinstance(text, str | bytes) and name == "expandtabs":
+            num_tabs = text.count("\t") if isinstance(text, str) else text.count(b"\t")
+            _check_widths(num_tabs, *args, *named.values())
+        elif isinstance(text, str | bytes | int) and name in _WIDTH_METHODS:
+            _check_widths(1, *args, *named.values())
+        return super().call(context, called, *args, **named)
 
 
 class _RowEnvironment(JobEnvironment):
@@ -205,12 +229,85 @@ def _join(
     return str(d).join(str(_refuse_null(item)) for item in items)
 
 
+_WIDTH_METHODS = frozenset({"center", "ljust", "rjust", "to_bytes", "zfill"})
+_MAX_SLICES = 1 << 20
+_CONVERSION = re.compile(r"%(?:\([^()]*([()]))?[-#0 +]*(\*|\d*)(?:\.(\*|\d*))?[hlL]?(.)", re.DOTALL)
+"""How its key ends, its width, its precision, its kind."""
+
+
+def _check_size(size: int) -> None:
+    if size > TEXT_LIMIT_CHARS:
+        raise ValueError(f"a value grows over {TEXT_LIMIT_CHARS >> 20} Mi characters or items")
+
+
+def _check_widths(num_times: int, *widths: object) -> None:
+    """Of what a filter or method is given, any number may be the width, or the length of a text."""
+    sizes = (len(each) if isinstance(each, str) else each for each in widths)
+    _check_size(num_times * max((size for size in sizes if isinstance(size, int)), default=0))
+
+
+def _bounding(name: str, text_filter: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(text_filter)
+    def checked(value: Any, *given: Any, **named: Any) -> object:
+        if name == "format":
+            _check_size(_padding_chars(str(value), named or given))
+        else:
+            num_lines = len(f"{value}\n".splitlines()) if name == "indent" else 1
+            _check_widths(num_lines, *given, *named.values())
+        return text_filter(value, *given, **named)
+
+    return checked
+
+
+def _batch(items: Iterable[Any], linecount: int, fill_with: object = None) -> Iterator[list[Any]]:
+    """Only what fills the last batch up can be more than the items."""
+    _check_size(0 if fill_with is None else linecount)
+    return do_batch(items, linecount, fill_with)
+
+
+def _slice(items: Collection[Any], slices: int, fill_with: object = None) -> Iterator[list[Any]]:
+    if slices > _MAX_SLICES:
+        raise ValueError(f"slice makes over {_MAX_SLICES >> 20} Mi lists")
+    return sync_do_slice(items, slices, fill_with)
+
+
+def _padding_chars(text: str, values: object) -> int:
+    """The sum of the widths and precisions of a `%` format."""
+    given = iter(values if isinstance(values, tuple) else ())
+    num_chars = 0
+    for key_end, *sizes, kind in _CONVERSION.findall(text):
+        if key_end == "(":
+            raise ValueError("a key of a % format has parentheses in it")
+        for size in sizes:
+            found = next(given, 0) if size == "*" else int(size or 0)
+            num_chars += abs(found) if isinstance(found, int) else 0
+        if kind != "%":
+            next(given, None)
+    return num_chars
+
+
+class _BoundedFormatter(SandboxedFormatter):
+    """`format` with the sum of its widths and precisions bounded."""
+
+    _num_chars = 0
+
+    def format_field(self, value: Any, format_spec: str) -> Any:
+        self._num_chars += sum(map(int, re.findall(r"\d+", format_spec)))
+        _check_size(self._num_chars)
+        return super().format_field(value, format_spec)
+
+
 def _from_json(text: object) -> object:
     return parse_json(text if isinstance(text, bytes) else str(text).encode())
 
 
-def _to_json(value: object, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent, default=_in_json)
+def _to_json(value: object, indent: int | str | None = None) -> str:
+    text = json.dumps(value, ensure_ascii=False, default=_in_json)
+    if indent is None:
+        return text
+    _check_widths(len(text), indent)
+    encoder = json.JSONEncoder(ensure_ascii=False, indent=indent, default=_in_json)
+    return "".join(_bounded(encoder.iterencode(value)))
 
 
 def _in_json(value: object) -> str | float:
@@ -231,21 +328,24 @@ def _product_size(left: object, right: object) -> int:
 
 
 Values = Mapping[str, object]
-Renderer = Callable[[Values], object]
+Renderer = Callable[[Values, Path | None], object]
+"""Of a row and the folder of its file."""
 _TEXT_KEYS = frozenset({"content", "text", "role", "name", "refusal"})
 
 
 class Compiler:
     """Turns template values into renderers and notes which columns each key uses, and whether
-    what was compiled so far may name images: text alone cannot."""
+    what was compiled so far may name images: text alone cannot. The other names of a key are
+    columns too, and mean something else in a template."""
 
-    def __init__(self, endpoint: str, columns: Iterable[str], folders: Sequence[Path]) -> None:
+    def __init__(self, endpoint: str, columns: Iterable[str]) -> None:
         self._endpoint = endpoint
         self._environment = make_environment()
-        for name in columns:
+        self._columns = tuple(columns)
+        for name in self._columns:
             self._environment.globals.pop(name, None)
-        self._folders = tuple(folders)
         self.columns_by_key: dict[str, frozenset[str]] = {}
+        self.other_names_by_key: dict[str, frozenset[str]] = {}
         self.may_name_media = False
 
     def compile(self, key: str, value: JsonValue, *, native: bool) -> Renderer:
@@ -260,10 +360,10 @@ class Compiler:
                 self.compile(f"{key}[{index}]", item, native=native)
                 for index, item in enumerate(value)
             ]
-            return lambda row: [item(row) for item in items]
+            return lambda row, folder: [item(row, folder) for item in items]
         if isinstance(value, dict):
             return self._mapping(key, value, native=native)
-        return lambda row: value
+        return lambda row, folder: value
 
     def _mapping(self, key: str, value: dict[str, JsonValue], *, native: bool) -> Renderer:
         self.may_name_media |= not MEDIA_KEYS.keys().isdisjoint(value)
@@ -274,21 +374,22 @@ class Compiler:
             name: self.compile(f"{key}.{name}", item, native=native or name not in _TEXT_KEYS)
             for name, item in value.items()
         }
-        return lambda row: {name: field(row) for name, field in fields.items()}
+        return lambda row, folder: {name: field(row, folder) for name, field in fields.items()}
 
     def _string(self, key: str, text: str, *, native: bool) -> Renderer:
         if not is_template(text):
-            return lambda row: text
-        undeclared = meta.find_undeclared_variables(self._environment.parse(text))
-        self.columns_by_key[key] = frozenset(undeclared)
+            return lambda row, folder: text
+        parsed = self._environment.parse(text)
+        self.columns_by_key[key] = frozenset(meta.find_undeclared_variables(parsed))
+        self.other_names_by_key[key] = _own_names(parsed) & {*self._columns}
         if native and (expression := single_expression(self._environment, text)) is not None:
             self.may_name_media = True
             evaluate = self._environment.compile_expression(expression, undefined_to_none=False)
-            return lambda row: plain_value(evaluate(**row))
+            return lambda row, folder: plain_value(evaluate(row))
         template = self._environment.from_string(text)
         # A chain of dicts until now; to copy it for each row takes longer than all the rest.
         template.globals = dict(template.globals)
-        return lambda row: render_text(template, row)
+        return lambda row, folder: render_text(template, row)
 
     def _image_part(self, key: str, image: JsonValue) -> Renderer:
         column = str(image["column"]) if isinstance(image, dict) else ""
@@ -297,13 +398,27 @@ class Compiler:
         )
         self.columns_by_key[f"{key}.column"] = frozenset({column})
 
-        def render(row: Values) -> object:
-            url = image_url(row[column], self._folders)
+        def render(row: Values, folder: Path | None) -> object:
+            url = image_url(row[column], folder)
             if self._endpoint == "/v1/responses":
                 return {"type": "input_image", "detail": "auto", "image_url": url, **detail}
             return {"type": "image_url", "image_url": {"url": url, **detail}}
 
         return render
+
+
+_ARGUMENTS = ("args", "kwargs")
+
+
+def _own_names(parsed: nodes.Template) -> frozenset[str]:
+    """The names that Jinja2 gives a meaning of its own, except where arguments have them."""
+    calls = parsed.find_all((nodes.Call, nodes.Filter, nodes.Test))
+    arguments = [each for call in calls for each in call.iter_child_nodes(only=_ARGUMENTS)]
+    given = {id(part) for each in arguments for part in (each, *each.find_all(nodes.Const))}
+    used = [each.value for each in parsed.find_all(nodes.Const) if id(each) not in given]
+    constants = {str(value) for value in used if value is None or isinstance(value, bool)}
+    names = {each.name for each in parsed.find_all(nodes.Name)} & {"self"}
+    return frozenset({*names, *constants, *map(str.lower, constants)})
 
 
 def render_text(template: Template, row: Values) -> str:
@@ -316,8 +431,7 @@ def _bounded(pieces: Iterator[str]) -> Iterator[str]:
     num_chars = 0
     for piece in pieces:
         num_chars += len(piece)
-        if num_chars > TEXT_LIMIT_CHARS:
-            raise ValueError(f"the text grows over {TEXT_LIMIT_CHARS >> 20} Mi characters")
+        _check_size(num_chars)
         yield piece
 
 

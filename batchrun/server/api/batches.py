@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import get_args
 
 from fastapi import APIRouter, Request, params
+from fastapi.responses import Response
 
 from batchrun.daemon.daemon import Daemon
 from batchrun.errors import StateError, shortened
 from batchrun.jobs.batch import new_batch_job
 from batchrun.jobs.spec import MAX_WEIGHT, MIN_WEIGHT, Endpoint
+from batchrun.keys import FairDoor
 from batchrun.quantities import parse_duration_s
 from batchrun.server.api.errors import (
     ANYBODY,
@@ -32,7 +34,7 @@ from batchrun.server.api.errors import (
     required_text,
     wrong_type,
 )
-from batchrun.server.api.files import JsonObject, instant_of, list_object
+from batchrun.server.api.files import JsonObject, instant_of, write_page
 from batchrun.store import batches, results
 from batchrun.store.batches import BatchRecord, NewBatch, WantedBatch
 from batchrun.store.jobs import Counts
@@ -223,6 +225,7 @@ class Batches:
         self._daemon = daemon
         self._results_folder = results_folder
         self._windows = windows
+        self._pages = FairDoor(1)
 
     async def create(self, request: Request) -> AsciiJson:
         """`POST /v1/batches`. What was answered with 200 survives any crash."""
@@ -242,9 +245,9 @@ class Batches:
             raise ApiError(
                 409, f"This Idempotency-Key was used for another request ({made.job.id})."
             )
-        return AsciiJson(await self._view(made))
+        return await self._answer(made)
 
-    async def list(self, request: Request) -> AsciiJson:
+    async def list(self, request: Request) -> Response:
         """`GET /v1/batches`: newest first."""
         query = request.query_params
         limit = limit_in(query, DEFAULT_LIMIT)
@@ -252,16 +255,18 @@ class Batches:
             raise wrong_type("limit", "an integer", query["limit"])
         check_range("limit", limit, 1, MAX_LIMIT)
         after = await self._find(request, query["after"], "after") if "after" in query else None
-        scope = caller_of(request).scope
-        found = await asyncio.to_thread(
-            batches.list_page, self._daemon.store, limit=limit + 1, after=after, scope=scope
-        )
-        page = [await self._view(batch) for batch in found[:limit]]
-        return AsciiJson(list_object(page, has_more=len(found) > limit))
+        caller = caller_of(request)
+        async with self._pages.passed(caller.owner or ""):
+            return await asyncio.to_thread(self._page, limit, after, caller.scope)
+
+    def _page(self, limit: int, after: BatchRecord | None, scope: str | None) -> Response:
+        store = self._daemon.store
+        found = batches.list_page(store, limit=limit + 1, after=after, scope=scope)
+        return write_page(map(self._view, found), limit)
 
     async def retrieve(self, request: Request, batch_id: str) -> AsciiJson:
         """`GET /v1/batches/{batch_id}`."""
-        return AsciiJson(await self._view(await self._find(request, batch_id)))
+        return await self._answer(await self._find(request, batch_id))
 
     async def cancel(self, request: Request, batch_id: str) -> AsciiJson:
         """`POST /v1/batches/{batch_id}/cancel`. Requests in flight run to their end, within
@@ -276,7 +281,7 @@ class Batches:
                 if status_of(batch) not in IS_CANCELLED:
                     message = f"Cannot cancel a batch with status '{status_of(batch)}'."
                     raise ApiError(409, message) from None
-        return AsciiJson(await self._view(batch))
+        return await self._answer(batch)
 
     async def _find(self, request: Request, batch_id: str, param: str | None = None) -> BatchRecord:
         if param is None and not batch_id.startswith("batch"):
@@ -289,17 +294,20 @@ class Batches:
             raise ApiError(404, f"No batch found with id '{shortened(batch_id)}'.", param=param)
         return batch
 
-    async def _view(self, batch: BatchRecord) -> JsonObject:
-        return batch_object(batch, await self._counts(batch))
+    async def _answer(self, batch: BatchRecord) -> AsciiJson:
+        return AsciiJson(await asyncio.to_thread(self._view, batch))
 
-    async def _counts(self, batch: BatchRecord) -> Counts:
+    def _view(self, batch: BatchRecord) -> JsonObject:
+        return batch_object(batch, self._counts(batch))
+
+    def _counts(self, batch: BatchRecord) -> Counts:
         job = batch.job
         if job.counts is not None or job.num_rows == 0:
             return job.counts or Counts()
         active = self._daemon.active.get(job.seq)
         if active is not None:
             return active.counts
-        return await asyncio.to_thread(results.count, self._daemon.store, job.seq)
+        return results.count(self._daemon.store, job.seq)
 
 
 def batches_router(made: Batches, guards: Sequence[params.Depends]) -> APIRouter:

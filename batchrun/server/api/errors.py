@@ -69,11 +69,16 @@ class ApiError(Exception):
         self.param = None if param is None else shortened(param)
 
 
-class AsciiJson(JSONResponse):
+def ascii_json(content: object) -> bytes:
     """JSON without a byte above 127: text that UTF-8 cannot hold passes, too."""
+    return json.dumps(content, separators=(",", ":")).encode()
+
+
+class AsciiJson(JSONResponse):
+    """A reply of `ascii_json`."""
 
     def render(self, content: object) -> bytes:
-        return json.dumps(content, separators=(",", ":")).encode()
+        return ascii_json(content)
 
 
 def envelope(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from functools import partial
 from urllib.parse import quote
 
@@ -19,7 +19,15 @@ from batchrun.jobs import objects
 from batchrun.jobs.objects import in_thread
 from batchrun.jobs.results.batch_files import RESULT_PURPOSE
 from batchrun.jobs.results.file_bytes import FileBytes, remove_file
-from batchrun.server.api.errors import ApiError, AsciiJson, caller_of, check_choice, limit_in
+from batchrun.keys import FairDoor
+from batchrun.server.api.errors import (
+    ApiError,
+    AsciiJson,
+    ascii_json,
+    caller_of,
+    check_choice,
+    limit_in,
+)
 from batchrun.server.api.upload import MAX_FILE_BYTES, Download, Traffic, receive_file, size_told
 from batchrun.store import files
 from batchrun.store.database import Store
@@ -78,6 +86,7 @@ class Files:
         self._store = store
         self._place = place
         self._traffic = traffic
+        self._pages = FairDoor(1)
 
     async def create(self, request: Request) -> AsciiJson:
         """`POST /v1/files`. What was answered with 200 survives any crash."""
@@ -110,7 +119,7 @@ class Files:
         self._place.mark(file_id)
         (self._place.spool / file_id).unlink(missing_ok=True)
 
-    async def list(self, request: Request) -> AsciiJson:
+    async def list(self, request: Request) -> Response:
         """`GET /v1/files`."""
         query = request.query_params
         limit = limit_in(query, MAX_LIMIT)
@@ -119,17 +128,15 @@ class Files:
         order = query.get("order", "desc")
         check_choice("order", order, ORDERS)
         after = await self._find(request, query["after"], "after") if "after" in query else None
-        scope, purpose = caller_of(request).scope, query.get("purpose")
-        wanted = FilePage(limit + 1, after, purpose, order == "desc", scope)
-        return await asyncio.to_thread(self._page, wanted)
+        caller, purpose = caller_of(request), query.get("purpose")
+        wanted = FilePage(limit + 1, after, purpose, order == "desc", caller.scope)
+        async with self._pages.passed(caller.owner or ""):
+            return await asyncio.to_thread(self._page, wanted)
 
-    def _page(self, wanted: FilePage) -> AsciiJson:
-        """All but the last of what was found, which is only to show that there is more. Thousands
-        of files take longer than the loop may stand."""
+    def _page(self, wanted: FilePage) -> Response:
+        """The last that is wanted is only to show that there is more."""
         found = files.list_page(self._store, wanted, now_s=time.time())
-        has_more = len(found) == wanted.limit
-        page = [file_object(file) for file in found[: wanted.limit - 1]]
-        return AsciiJson(list_object(page, has_more=has_more))
+        return write_page(map(file_object, found), wanted.limit - 1)
 
     async def retrieve(self, request: Request, file_id: str) -> AsciiJson:
         """`GET /v1/files/{file_id}`."""
@@ -193,14 +200,28 @@ def _unknown(file_id: str, param: str = "id") -> ApiError:
     return ApiError(404, f"No such File object: {shortened(file_id)}", param=param)
 
 
-def list_object(items: Sequence[JsonObject], *, has_more: bool) -> JsonObject:
-    return {
-        "object": "list",
-        "data": list(items),
-        "first_id": items[0]["id"] if items else None,
-        "last_id": items[-1]["id"] if items else None,
-        "has_more": has_more,
-    }
+MAX_PAGE_BYTES = 4 << 20
+"""A page ends early once it is so large: pages of others wait until it is written."""
+
+
+def write_page(items: Iterable[JsonObject], limit: int) -> Response:
+    """The first `limit` of `items`, fewer where these fill `MAX_PAGE_BYTES`.
+
+    Blocking; written one by one, so that the loop comes in between.
+    """
+    ids: list[object] = []
+    data = bytearray()
+    has_more = False
+    for item in items:
+        has_more = len(ids) == limit or len(data) >= MAX_PAGE_BYTES
+        if has_more:
+            break
+        data += b"," * bool(ids) + ascii_json(item)
+        ids.append(item["id"])
+    first, last = (ids[0], ids[-1]) if ids else (None, None)
+    about = {"object": "list", "first_id": first, "last_id": last, "has_more": has_more}
+    body = ascii_json(about)[:-1] + b',"data":[' + data + b"]}"
+    return Response(body, media_type=AsciiJson.media_type)
 
 
 def file_object(file: FileRecord) -> JsonObject:

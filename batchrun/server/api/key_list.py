@@ -70,7 +70,7 @@ _LIMIT_WORDS = {
     "concurrent_calls": "{:,} calls at once",
     "concurrent_batches": "{:,} batches at once",
     "enqueued_tokens": "{:,} tokens in batches",
-    "stored_bytes": "{:,} bytes in files",
+    "stored_bytes": "{:,} bytes stored",
     "max_weight": "weight {:g}",
     "min_deadline_s": "deadline {:g} s",
 }

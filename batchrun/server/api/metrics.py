@@ -260,7 +260,7 @@ def _of_jobs(
 
 def _of_keys(keys: Sequence[KeyStorage]) -> Iterator[Metric]:
     stored = (([key.name], key.stored_bytes) for key in keys)
-    yield _family(GAUGE, "key_stored_bytes", "Bytes in the files of an API key.", "key", stored)
+    yield _family(GAUGE, "key_stored_bytes", "Bytes that an API key has stored.", "key", stored)
     most = (([key.name], key.max_stored_bytes) for key in keys)
     yield _family(GAUGE, "key_max_stored_bytes", "Most bytes that it may store.", "key", most)
     transfers = (

@@ -16,7 +16,7 @@ import math
 import os
 import struct
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -207,21 +207,23 @@ class RequestRates:
     machine).
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, clock_s: Callable[[], float] = time.monotonic) -> None:
+        self._clock_s = clock_s
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     def close(self) -> None:
         os.close(self._fd)
 
-    def take(self, seq: int, limit: int, *, now_s: float) -> Rate:
-        """Ask for one request of the key that has this number; `now_s` is CLOCK_MONOTONIC."""
+    def take(self, seq: int, limit: int) -> Rate:
+        """Ask for one request of the key that has this number."""
         offset = seq * _BUCKET.size
         with locked_bytes(self._fd, _BUCKET.size, offset):
             kept = os.pread(self._fd, _BUCKET.size, offset).ljust(_BUCKET.size, b"\0")
             held, since_s = _BUCKET.unpack(kept)
+            now_s = self._clock_s()
             # Nothing was written yet, or it was before the machine started again.
-            is_known = 0.0 < since_s <= now_s
-            grown = held + (now_s - since_s) * limit / _MINUTE_S
+            is_known = 0.0 < since_s < now_s + _MINUTE_S
+            grown = held + max(0.0, now_s - since_s) * limit / _MINUTE_S
             level = min(grown, limit) if is_known else float(limit)
             left = level - 1.0 if level >= 1.0 else level
             os.pwrite(self._fd, _BUCKET.pack(left, now_s), offset)
@@ -382,7 +384,7 @@ class Door:
         if key.requests_per_minute is None or not path.startswith(COUNTED_PREFIX):
             return AboutCaller(key, meter=meter)
         try:
-            rate = self.rates.take(key.seq, key.requests_per_minute, now_s=time.monotonic())
+            rate = self.rates.take(key.seq, key.requests_per_minute)
         except OSError as error:
             log.warning("requests of key %s are not counted: %s", key.id, error)
             return AboutCaller(key, meter=meter)

@@ -30,6 +30,7 @@ from urllib.parse import SplitResult, parse_qs, urlsplit
 from aiohttp import web
 
 from batchrun.errors import DaemonUnavailableError, shortened
+from batchrun.files import locked_bytes, sync_folder
 from batchrun.server.gateway.admission import ABOUT_CALLER, AboutCaller, ApiKey, KeyRing
 from batchrun.server.gateway.bodies import read_body
 from batchrun.server.gateway.envelope import REQUEST_ID, RefusalError
@@ -38,6 +39,7 @@ PREFIX = "/dashboard"
 LOGIN, LOGOUT, STATIC = f"{PREFIX}/login", f"{PREFIX}/logout", f"{PREFIX}/static/"
 COOKIE = "batchrun_session"
 SESSION_S = 12 * 3600
+SECRET_BYTES = 32
 MAX_FORM_BYTES = 4_096
 BODY_IDLE_S = 10.0
 STATIC_TYPES = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
@@ -96,22 +98,22 @@ class Sessions:
 
 
 def read_or_make_secret(path: Path) -> bytes:
-    """32 bytes that only the owner can read; workers that start together find the same ones."""
-    try:
-        with path.open("rb") as file:
-            return file.read()
-    except FileNotFoundError:
-        scratch = path.with_name(f"{path.name}.{os.getpid()}")
-        fd = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        with os.fdopen(fd, "wb") as file:
-            file.write(secrets.token_bytes(32))
-        try:
-            os.link(scratch, path)
-        except FileExistsError:
-            pass
-        finally:
-            scratch.unlink()
-        return path.read_bytes()
+    """32 bytes that only the owner can read; workers that start together find the same ones.
+
+    What lost power may leave, fewer bytes or zeros, is replaced. Raises OSError.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    with os.fdopen(fd, "r+b") as file, locked_bytes(fd):
+        secret = file.read()
+        if len(secret) != SECRET_BYTES or not any(secret):
+            secret = secrets.token_bytes(SECRET_BYTES)
+            file.seek(0)
+            file.truncate()
+            file.write(secret)
+            file.flush()
+            os.fsync(fd)
+            sync_folder(path.parent)
+    return secret
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,13 +24,15 @@ STEERING = ("X-Vllm-Priority", "X-Data-Parallel-Rank")
 SET_BY_CLIENT_LIBRARY = frozenset({"host", "content-length", "expect"})
 _USABLE_REQUEST_ID = re.compile(r"[!-~]{1,128}")
 _OWN_PREFIX = "batchrun"
-_OWN_HEADERS = "x-batchrun-"
+_WITHIN = ("x-batchrun-", "endpoint-load-metrics")
+"""What begins so never crosses: what batchrun's processes say to each other, and by what vLLM tells
+a caller how busy it is."""
 NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
 
 def end_to_end(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
     """A copy without the headers of one connection, those that `Connection` names included, and
-    without those that batchrun's processes say something to each other with."""
+    without those that stay within a deployment."""
     named = {
         token.strip().lower()
         for value in headers.getall("Connection", [])
@@ -40,7 +42,7 @@ def end_to_end(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
     return CIMultiDict(
         (key, value)
         for key, value in headers.items()
-        if (name := key.lower()) not in dropped and not name.startswith(_OWN_HEADERS)
+        if (name := key.lower()) not in dropped and not name.startswith(_WITHIN)
     )
 
 

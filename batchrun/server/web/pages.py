@@ -25,7 +25,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from starlette.exceptions import HTTPException
 
 from batchrun import __version__
-from batchrun.errors import BatchrunError, UnknownJobError
+from batchrun.errors import BatchrunError, StoreUnreachableError, UnknownJobError
 from batchrun.server.api.errors import ApiError, Caller, Callers, caller_of, for_strangers
 from batchrun.server.api.upload import Download, Transfers
 from batchrun.server.web.history import keep_history
@@ -37,11 +37,11 @@ PREFIX = "/dashboard"
 TOKEN_HEADER = "X-Dashboard-Token"
 UPDATE_S = 1.0
 QUIET_S = 15.0
-CHECK_S = 60.0
-"""How often it is seen whether the key of a page still counts."""
 MAX_STREAM_S = 3600.0
 """Then the page connects again, and its session is asked for."""
 RECONNECT_MS = 1000
+MAX_UNCHECKED_S = 60.0
+"""So long a page stays connected while the store that knows its caller is away."""
 MAX_STREAMS = 64
 MAX_STREAMS_OF_USERS = 48
 """Together; the rest is for who runs the deployment."""
@@ -135,8 +135,9 @@ class Pages:
     def stream(
         self, view: str, caller: Caller, job_id: str | None, check: Callable[[], Awaitable[None]]
     ) -> StreamingResponse:
-        """The parts of a page as they change, as server-sent events. `check` raises HTTPException
-        or ApiError once the caller may see them no more; what it raises ends the stream."""
+        """The parts of a page as they change, as server-sent events. `check`, called before each
+        update, raises HTTPException or ApiError once the caller may see them no more; what it
+        raises ends the stream, StoreUnreachableError only after `MAX_UNCHECKED_S`."""
         _check_view(view, caller, job_id)
         self._check_streams(caller)
         events = self._events(view, caller, job_id, check)
@@ -159,13 +160,11 @@ class Pages:
     ) -> AsyncIterator[str]:
         self._streams[caller.owner, caller.is_admin] += 1
         sent: dict[str, Part] = {}
-        began_s = checked_s = quiet_since_s = time.monotonic()
+        began_s = quiet_since_s = checked_s = time.monotonic()
         try:
             yield f"retry: {RECONNECT_MS}\n\n"
             while not self._closing.is_set() and time.monotonic() - began_s < MAX_STREAM_S:
-                if time.monotonic() - checked_s > CHECK_S:
-                    checked_s = time.monotonic()
-                    await check()
+                checked_s = await _check_again(check, checked_s)
                 for name, part in (await self._parts(view, caller, job_id)).items():
                     if sent.get(name) != part and (name == "header" or view not in STILL_VIEWS):
                         sent[name] = part
@@ -212,6 +211,17 @@ class Pages:
             message, status = _said_to(caller, error), error.http_status
         text = render("notice.html", {"message": message, "is_error": status != 200})
         return HTMLResponse(text, status_code=status)
+
+
+async def _check_again(check: Callable[[], Awaitable[None]], checked_s: float) -> float:
+    """The instant of the last check that found the caller let in; `checked_s` is that so far."""
+    try:
+        await check()
+    except StoreUnreachableError:
+        if time.monotonic() - checked_s > MAX_UNCHECKED_S:
+            raise
+        return checked_s
+    return time.monotonic()
 
 
 def _said_to(caller: Caller, error: BatchrunError) -> str:
