@@ -61,8 +61,8 @@ SHORT_LINES = 80
 LONGEST_LINES = 500
 MAX_FILES_IN_FOLDER = 16
 """One more: what batchrun.yaml says of an engine has outgrown the file of the others."""
-MAX_BENCHMARK_LINES = 19_049
-"""10,859 more: rows of videos, real traffic and many jobs as scenarios, rows whose answers nobody
+MAX_BENCHMARK_LINES = 19_051
+"""10,861 more: rows of videos, real traffic and many jobs as scenarios, rows whose answers nobody
 knows, the price of rows, reserves, evictions, buckets, a real trace beside jobs, routers and what a
 decision costs, orders of calls, rows over engines, the page and Python; parts that hang, 118 odd
 engines and 51 callers in bad faith, two tenants, the demo beside vLLM's own order, a search for the
@@ -72,8 +72,8 @@ gateways and workers, routers in the simulator and beside a job, what routers fo
 kills in a fleet of real engines beside calls; a job of 20 million rows, one of a million long ones;
 a plan of 64 engines; routers beside a job under other settings of the scheduler, ports that no
 two tests get, and callers that wait for no core."""
-MAX_MANUAL_WORDS = 46_166
-"""15,261 more: what rows may cost calls, which engine a call goes to, Python, the page, engines on
+MAX_MANUAL_WORDS = 47_033
+"""16,128 more: what rows may cost calls, which engine a call goes to, Python, the page, engines on
 other machines, orders of calls, rows over engines, time limits, limits of keys, attacks and their
 tests, uploads, `on_done`, why a call went where it went, fleets and how to deploy,
 what callers feel, calls that would be late, AccelGen's and LARRY's figures, fleets
@@ -84,7 +84,8 @@ machine, days of the tide, an upgrade of several daemons, what would leave repli
 containers and units need, replicas of a database that
 lack commits, what stands still, what a backup that is put back does not list, two hours of a
 trace beside jobs, calls that pass rows at an engine's door, what waiting jobs continue, which
-model rows get that name none, bodies in flight, and what a key's batches store."""
+model rows get that name none, bodies in flight, what a key's batches store, and
+ten seeds of each scenario, cold and warm."""
 README_FIRST_SCREEN_LINES = 60
 MAX_FILES_ON_WAY = {"row": 40, "call": 10, "step": 22, "batch": 24}
 
