@@ -33,6 +33,9 @@ _MIXED_CALLERS = (4, 12)
 _MIXED_SIZES = (32, 128, 512)
 _MIXED_CALLS = 3
 _LONG_WITH = 6
+_CROWD, _CROWD_TOKENS, _CROWD_OUTPUT_TOKENS = 64, 1024, 128
+_MOST_CONTEXT_TOKENS = 32_768
+"""Of all callers of a probe."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +90,7 @@ def make_round(facts: EngineFacts) -> list[Probe]:
         *_decodes(facts, longest_tokens),
         *_mixes(facts, longest_tokens),
         *_long_with_decodes(facts, longest_tokens),
+        *_crowd(facts, longest_tokens),
     ]
 
 
@@ -109,10 +113,15 @@ def _cached_prefills(longest_tokens: int) -> Iterator[Probe]:
 
 def _decodes(facts: EngineFacts, longest_tokens: int) -> Iterator[Probe]:
     for context in (0, *_contexts(longest_tokens)):
-        call = ProbeCall(_QUESTION_TOKENS, _OUTPUT_TOKENS, context)
         for batch in _BATCHES:
-            if batch <= facts.max_running and _fits(facts, call, batch):
-                yield Probe("decodes", ((call,),) * batch)
+            if batch <= facts.max_running and _fits(facts, context, _QUESTION_TOKENS, batch):
+                yield Probe(
+                    "decodes",
+                    tuple(
+                        (ProbeCall(_QUESTION_TOKENS, _OUTPUT_TOKENS, _own(context, i)),)
+                        for i in range(batch)
+                    ),
+                )
 
 
 def _mixes(facts: EngineFacts, longest_tokens: int) -> Iterator[Probe]:
@@ -123,21 +132,33 @@ def _mixes(facts: EngineFacts, longest_tokens: int) -> Iterator[Probe]:
         for num_callers in _MIXED_CALLERS:
             callers = tuple(
                 tuple(
-                    ProbeCall(sizes[(i + j) % len(sizes)], 4 + (3 * i + 5 * j) % 9, context)
+                    ProbeCall(
+                        sizes[(i + j) % len(sizes)], 4 + (3 * i + 5 * j) % 9, _own(context, i)
+                    )
                     for j in range(_MIXED_CALLS)
                 )
                 for i in range(num_callers)
             )
-            largest = ProbeCall(sizes[-1], 2 * _OUTPUT_TOKENS, context)
-            if num_callers <= facts.max_running and _fits(facts, largest, num_callers):
+            if num_callers <= facts.max_running and _fits(facts, context, sizes[-1], num_callers):
                 yield Probe("prefills beside decodes", callers)
 
 
 def _long_with_decodes(facts: EngineFacts, longest_tokens: int) -> Iterator[Probe]:
     long = ProbeCall(min(3 * facts.token_budget, longest_tokens // 2))
     short = ProbeCall(_QUESTION_TOKENS, 2 * _OUTPUT_TOKENS)
-    if facts.max_running > _LONG_WITH and _fits(facts, short, 2 * _LONG_WITH):
+    if facts.max_running > _LONG_WITH and _fits(facts, 0, _QUESTION_TOKENS, 2 * _LONG_WITH):
         yield Probe("prefills beside decodes", ((long,), *(((short,),) * _LONG_WITH)))
+
+
+def _crowd(facts: EngineFacts, longest_tokens: int) -> Iterator[Probe]:
+    """A job's rows: full steps in which ever more decode beside the prompts of the others."""
+    call = ProbeCall(
+        min(_CROWD_TOKENS, longest_tokens // 2), min(_CROWD_OUTPUT_TOKENS, longest_tokens // 4)
+    )
+    own_tokens = call.fresh_tokens + call.output_tokens + 2 * facts.engine.block_tokens
+    num_callers = min(_CROWD, facts.max_running, facts.kv_tokens // 2 // own_tokens)
+    if num_callers > 1:
+        yield Probe("prefills beside decodes", ((call,),) * num_callers)
 
 
 def _contexts(longest_tokens: int) -> list[int]:
@@ -145,7 +166,15 @@ def _contexts(longest_tokens: int) -> list[int]:
     return [context for context in _CONTEXTS if context + room_tokens <= longest_tokens]
 
 
-def _fits(facts: EngineFacts, call: ProbeCall, num_calls: int) -> bool:
-    """Whether so many calls with one prefix leave half of the KV cache free."""
-    own_tokens = call.fresh_tokens + call.output_tokens + 2 * facts.engine.block_tokens
-    return 2 * (call.prefix_tokens + num_calls * own_tokens) <= facts.kv_tokens
+def _own(context: int, caller: int) -> int:
+    """A length that no other caller's prefix has: contexts that many share are read from a
+    processor's cache, and take less time than those of rows."""
+    return max(0, context - caller)
+
+
+def _fits(facts: EngineFacts, context: int, fresh_tokens: int, num_calls: int) -> bool:
+    """Whether so many calls, each with its own context, are no more than a probe may take, and
+    leave half of the KV cache free."""
+    own_tokens = context + fresh_tokens + 2 * (_OUTPUT_TOKENS + facts.engine.block_tokens)
+    is_short = num_calls * context <= _MOST_CONTEXT_TOKENS
+    return is_short and 2 * num_calls * own_tokens <= facts.kv_tokens

@@ -109,6 +109,9 @@ class OnlineLatency(_Record, frozen=True):
     ttft_p99_s: Number
     tpot_p50_s: Number
     tpot_p99_s: Number
+    outside_s: Number = 0.0
+    """Of a first token's time what passes outside the engine's step, at the median: HTTP, the chat
+    template, the tokenizer. 0 in profiles from before."""
 
 
 class CalibrationProfile(_Record, frozen=True, tag_field="version", tag=FORMAT_VERSION):

@@ -10,6 +10,7 @@ import time
 from collections.abc import Awaitable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 
 from msgspec import structs
 
@@ -191,13 +192,7 @@ async def observe_online(
     """
     rate_per_s = calls_per_s(model)
     calls = _poisson_calls(rate_per_s, facts.longest_tokens // 8)
-    target = ReplayTarget(
-        f"{client.base_url}/v1",
-        served_model,
-        api_key=client.api_key,
-        extra_body={"ignore_eos": True},
-    )
-    results = await replay(calls, target)
+    results = await replay(calls, _target(client, served_model))
     ttfts_s = [each.ttft_s for each in results if each.ttft_s is not None]
     tpots_s = [each.tpot_s for each in results if each.tpot_s is not None]
     if any(each.error is not None for each in results) or not ttfts_s or not tpots_s:
@@ -205,6 +200,42 @@ async def observe_online(
     shares = itertools.product((ttfts_s, tpots_s), (0.5, 0.99))
     latencies_s = [percentile(values_s, share) or 0.0 for values_s, share in shares]
     return OnlineLatency(len(results), rate_per_s, *latencies_s)
+
+
+def _target(client: EngineClient, served_model: str) -> ReplayTarget:
+    return ReplayTarget(
+        f"{client.base_url}/v1",
+        served_model,
+        api_key=client.api_key,
+        extra_body={"ignore_eos": True},
+    )
+
+
+NUM_APART = 40
+LEAST_APART_S, STEPS_APART = 0.2, 4.0
+"""Between calls that come one by one: in seconds, and in steps of one such call."""
+
+
+async def outside_s(
+    client: EngineClient, served_model: str, steps_path: Path, model: StepTimeModel
+) -> float:
+    """What the first token of a chat call takes beside its step, at the median: HTTP, the chat
+    template, the tokenizer. Each call finds the engine idle, and one step answers it."""
+    before = _read(steps_path)
+    results = await replay(_calls_apart(model), _target(client, served_model))
+    ttfts_s = [each.ttft_s for each in results if each.ttft_s is not None]
+    steps_s = [step_s for _, step_s in _read(steps_path).after(before).observations]
+    if not ttfts_s or not steps_s:
+        return 0.0
+    return max(0.0, median(ttfts_s) - median(steps_s))
+
+
+def _calls_apart(model: StepTimeModel) -> list[CallArrival]:
+    rng = random.Random(0)
+    step_s = model.predict_s(StepLoad.of([(_TYPICAL_PROMPT_TOKENS,) * 2 + (False,)]))
+    apart_s = max(LEAST_APART_S, STEPS_APART * step_s)
+    prompts = [make_prompt(_TYPICAL_PROMPT_TOKENS, rng=rng) for _ in range(NUM_APART)]
+    return [CallArrival(apart_s * i, prompt, 1) for i, prompt in enumerate(prompts)]
 
 
 def _poisson_calls(rate_per_s: float, longest_tokens: int) -> list[CallArrival]:
@@ -264,7 +295,11 @@ async def calibrate_engine(
         progress("fitting", 0, 0)
         profile = await asyncio.to_thread(calibrate, recording, measured_at=time.time())
         progress("measuring online calls", 0, 0)
-        online = await observe_online(engine.client, model, recording.facts, profile.models[0])
+        best = profile.models[0]
+        online = await observe_online(engine.client, model, recording.facts, best)
+        if online is not None:
+            beyond_s = await outside_s(engine.client, model, steps_path, best)
+            online = structs.replace(online, outside_s=beyond_s)
         done_s = time.monotonic()
     finally:
         progress("stopping the engine", 0, 0)

@@ -34,10 +34,14 @@ from batchrun.vllm_plugin.scheduler import ColocatedScheduler
 
 @dataclass(frozen=True, slots=True)
 class FrontEndTimes:
-    """What the server needs for a request, and beside that for each token of its prompt."""
+    """What the server needs for a request, and beside that for each token of its prompt.
+
+    `latency_s` passes for each, however many there are.
+    """
 
     request_s: float = 0.0
     token_s: float = 0.0
+    latency_s: float = 0.0
 
     def seconds(self, num_prompt_tokens: int) -> float:
         """For one request."""
@@ -59,7 +63,7 @@ class _Line:
     def add(self, arrival: Arrival) -> None:
         begin_s = max(self._free_at_s, arrival.arrival_at_s)
         self._free_at_s = begin_s + self._times.seconds(len(arrival.prompt_token_ids))
-        self._rendered.append((self._free_at_s, arrival))
+        self._rendered.append((self._free_at_s + self._times.latency_s, arrival))
 
     def take_due(self, now_s: float) -> Iterator[Arrival]:
         while self._rendered and self._rendered[0][0] <= now_s:

@@ -36,7 +36,7 @@ from batchrun.pool.prefix_keys import IntArray
 from batchrun.quantities import parse_duration_s
 from batchrun.routing.routers import DEFAULT_ROUTER, ROUTERS
 from batchrun.scheduling.policies import POLICIES
-from batchrun.simulator.cluster import EnginePlan
+from batchrun.simulator.cluster import EnginePlan, FrontEndTimes
 from batchrun.simulator.offline_jobs import (
     JobShape,
     JobTerms,
@@ -389,11 +389,16 @@ def engine_of(spec: EnginesSpec, slo: SloSpec, base: Path) -> EnginePlan:
 
 
 def calibrated(plan: EnginePlan, profile: CalibrationProfile) -> EnginePlan:
-    """The plan with steps that take as long as the profile says, and the gaps between them.
+    """The plan with steps that take as long as the profile says, the gaps between them, and what
+    requests take before them.
 
     Gaps count for engines with one step in flight; a step ahead hides them.
     """
-    timing, gap = plan.timing, profile.gap
+    timing, gap, front_end = plan.timing, profile.gap, plan.front_end
     if gap is not None and timing.steps_in_flight == 1:
         timing = replace(timing, planning_s=gap.base_s, request_s=gap.request_s)
-    return replace(plan, law=ModelLaw(profile.models[0]), believed=profile.models, timing=timing)
+    if profile.online is not None:
+        latency_s = profile.online.outside_s
+        front_end = replace(front_end or FrontEndTimes(), latency_s=latency_s)
+    law = ModelLaw(profile.models[0])
+    return replace(plan, law=law, believed=profile.models, timing=timing, front_end=front_end)

@@ -98,6 +98,27 @@ async def test_online_figures_are_those_of_the_calls(
     assert 0.1 <= shown.ttft_p50_s <= shown.ttft_p99_s
 
 
+async def test_what_a_call_takes_beside_its_step_is_the_difference(
+    fake_engine: FakeEngineFactory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(online, "NUM_APART", 4)
+    settings = await fake_engine("--latency-s=0.1")
+    steps_path, (load, _) = recorded_steps(tmp_path), STEPS[0]
+    client = EngineClient(settings.base_url)
+
+    async def record() -> None:
+        await asyncio.sleep(0.3)
+        with steps_path.open("a") as steps:
+            steps.write(step_line(load, 0.06))
+
+    measured_s, _ = await asyncio.gather(
+        online.outside_s(client, FAKE_MODEL, steps_path, LINEAR_LAW), record()
+    )
+
+    assert measured_s >= 0.1 - 0.06
+    assert await online.outside_s(client, FAKE_MODEL, steps_path, LINEAR_LAW) == 0.0
+
+
 async def test_an_engine_that_answers_no_chat_calls_has_no_online_figures(
     fake_engine: FakeEngineFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@ them."""
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -75,6 +76,15 @@ def test_a_request_to_an_idle_server_waits_for_nobody() -> None:
 
     front.take_due(5.0)
     assert front.next_due_s == pytest.approx(5.02)
+
+
+def test_latency_passes_for_each_request_and_holds_nobody_up() -> None:
+    front = FrontEnd([Given((1.0, 90), (1.0, 90))], replace(TIMES, latency_s=0.5))
+    front.take_due(1.0)
+
+    assert front.next_due_s == pytest.approx(1.6)
+    assert len(front.take_due(1.601)) == 1
+    assert front.next_due_s == pytest.approx(1.7)
 
 
 def test_ends_are_told_to_every_source() -> None:

@@ -14,10 +14,16 @@ from msgspec.structs import replace as struct_replace
 
 from batchrun.estimator.online_fit import COLD_START
 from batchrun.estimator.probes import PROBING_SETTINGS, PromptMaker, make_round
-from batchrun.estimator.profile import CalibrationProfile, Recording, calibrate, read_recording
+from batchrun.estimator.profile import (
+    CalibrationProfile,
+    OnlineLatency,
+    Recording,
+    calibrate,
+    read_recording,
+)
 from batchrun.estimator.step_time import EchoBaseModel, RooflineModel
 from batchrun.hints import HINT_KEY
-from batchrun.simulator.cluster import EnginePlan
+from batchrun.simulator.cluster import EnginePlan, FrontEndTimes
 from batchrun.simulator.scenario_file import calibrated
 from batchrun.simulator.virtual.engine import DEFAULT_TIMING, Timing, VirtualEngine
 from batchrun.simulator.virtual.setup import A100Law, EngineShape, StepLaw
@@ -199,6 +205,17 @@ def test_a_simulation_charges_the_gaps_of_a_profile(
 
     assert plan.timing.planning_s == pytest.approx(0.0005)
     assert plan.timing.request_s == pytest.approx(2e-5)
+
+
+def test_a_simulation_charges_what_calls_take_outside_the_engine(
+    profile: CalibrationProfile,
+) -> None:
+    online = OnlineLatency(9, 1.0, 0.1, 0.2, 0.01, 0.02, outside_s=0.03)
+
+    plan = calibrated(EnginePlan(), struct_replace(profile, online=online))
+
+    assert plan.front_end == FrontEndTimes(latency_s=0.03)
+    assert calibrated(EnginePlan(), profile).front_end is None
 
 
 def test_a_step_ahead_hides_the_gaps_of_a_profile(

@@ -20,7 +20,7 @@ from batchrun.simulator.calibrate import Measured
 FACTS = EngineFacts(
     EngineIdentity("llama", "0.32.0", "cpu", "float32", 16), 8600, 32_768, 2048, 256, 2048
 )
-ONLINE = OnlineLatency(99, 9.5, 0.02, 0.08, 0.006, 0.011)
+ONLINE = OnlineLatency(99, 9.5, 0.02, 0.08, 0.006, 0.011, 0.012)
 RECORDING = Recording(FACTS, observed(A100_LAW, random_loads(0, 60) * 5))
 PROFILE = calibrate(RECORDING, measured_at=0.0, online=ONLINE)
 
@@ -47,6 +47,7 @@ def test_every_figure_of_the_profile_is_said() -> None:
     assert lines["online"] == [
         "TTFT p50 0.020 s, p99 0.080 s; TPOT p50 6.0 ms, p99 11.0 ms (99 calls alone, 9.5 a second)"
     ]
+    assert lines["outside"] == ["12.0 ms of a first token beside its step: HTTP, tokenizer"]
     assert lines["profile"] == ["profile.json"]
 
 

@@ -117,6 +117,19 @@ def test_a_round_has_every_kind_of_step_within_the_engines_limits() -> None:
     assert max(call.fresh_tokens for call in calls_of(probes)) == 3 * FACTS.token_budget
 
 
+def test_callers_side_by_side_share_no_context() -> None:
+    for probe in make_round(FACTS):
+        contexts = [{call.prefix_tokens for call in calls} for calls in probe.callers]
+        held = [context for context in contexts if context != {0}]
+        assert len(held) < 2 or len(set.union(*held)) == len(held)
+
+
+def test_a_crowd_fills_steps_with_decodes_beside_prompts() -> None:
+    crowd = make_round(replace(FACTS, kv_blocks=20_000))[-1]
+
+    assert crowd.callers == ((ProbeCall(1024, 128),),) * 64
+
+
 @pytest.mark.parametrize("kv_blocks", [32, 100, 1000, 8600])
 @pytest.mark.parametrize("longest_tokens", [256, 2048, 32_768])
 def test_a_probe_never_asks_for_more_than_the_engine_holds(
@@ -127,10 +140,10 @@ def test_a_probe_never_asks_for_more_than_the_engine_holds(
     for probe in make_round(facts):
         calls = [max(calls, key=lambda call: call.fresh_tokens) for calls in probe.callers]
         tokens = [call.prefix_tokens + call.fresh_tokens + call.output_tokens for call in calls]
-        own_tokens = sum(call.fresh_tokens + call.output_tokens for call in calls)
+        own_tokens = sum(tokens)
         assert len(calls) <= facts.max_running
         assert max(tokens) <= facts.longest_tokens
-        assert own_tokens + max(call.prefix_tokens for call in calls) <= facts.kv_tokens
+        assert own_tokens <= facts.kv_tokens
 
 
 def test_an_engine_that_holds_too_little_is_refused_in_one_line() -> None:

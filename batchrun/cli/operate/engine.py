@@ -298,6 +298,9 @@ def _lines(measured: Measured, path: Path) -> Iterator[str]:
             f"({seen.num_calls} calls alone, {seen.calls_per_s:.1f} a second)"
         )
     yield f"online     {online}"
+    if seen is not None:
+        outside_ms = 1e3 * seen.outside_s
+        yield f"outside    {outside_ms:.1f} ms of a first token beside its step: HTTP, tokenizer"
     yield f"profile    {path}"
 
 
