@@ -120,6 +120,8 @@ _CLEARLY_BETTER = 0.95
 
 SLOW_MEMORY_STEPS = 16
 """How fast what steps took more than predicted is believed, and forgotten."""
+UNSEEN_MEMORY_STEPS = 256
+"""The same for a kind of step while only others come: the first steps of an engine are slow."""
 FORGIVEN_SHARE = 0.15
 """Steps that take little more are noise, or the next refit's."""
 MOST_SLOW = 4.0
@@ -154,6 +156,11 @@ class _Excess:
         kept = 1 - 1 / SLOW_MEMORY_STEPS
         self._measured_s = kept * self._measured_s + min(measured_s, MOST_SLOW * predicted_s)
         self._predicted_s = kept * self._predicted_s + predicted_s
+        self._set()
+
+    def fade(self) -> None:
+        """A step of another kind has ended."""
+        self._measured_s += (self._predicted_s - self._measured_s) / UNSEEN_MEMORY_STEPS
         self._set()
 
     def follow(self, before_s: float, now_s: float) -> None:
@@ -239,7 +246,11 @@ class OnlineFit:
             return
         kind = load.kind
         before = self._best
-        self._excesses[kind].add(before.predict_s(load), step_s)
+        for each, excess in enumerate(self._excesses):
+            if each == kind:
+                excess.add(before.predict_s(load), step_s)
+            elif excess.times > 1.0:
+                excess.fade()
         self._num_of_kind[kind] += 1
         for name, model in self._current.items():
             self._errors[name].add(kind, model.predict_s(load), step_s)

@@ -164,6 +164,22 @@ def test_a_kind_of_step_that_comes_late_is_learnt_at_once() -> None:
     assert late_error(fit, law, mixed[20:]) < 0.2
 
 
+def test_slow_first_steps_of_a_kind_are_forgotten_while_only_others_come() -> None:
+    fit = OnlineFit([A100_LAW])
+    prompts = [StepLoad.of([(size, size, False)]) for size in (40, 80, 160, 320)]
+    for load in [StepLoad.of([(512, 512, False)])] * 2:
+        fit.observe(load, 5.0 * A100_LAW.predict_s(load))
+    assert late_error(fit, A100_LAW, prompts) > 0.8
+
+    rng = random.Random(2)
+    for _ in range(1_000):
+        contexts = [(1, rng.randint(200, 2_000), True) for _ in range(rng.randint(1, 40))]
+        load = StepLoad.of([*contexts, (rng.randint(100, 500), 800, False)])
+        fit.observe(load, A100_LAW.predict_s(load))
+
+    assert late_error(fit, A100_LAW, prompts) < 0.3
+
+
 def test_noise_is_not_taken_for_a_slower_machine() -> None:
     fit = learned(observed_with_noise(A100_LAW, random_loads(6, 2000), 6))
 
