@@ -211,7 +211,7 @@ def _target(client: EngineClient, served_model: str) -> ReplayTarget:
     )
 
 
-NUM_APART = 40
+NUM_APART, LEAST_APART = 40, 5
 LEAST_APART_S, STEPS_APART = 0.2, 4.0
 """Between calls that come one by one: in seconds, and in steps of one such call."""
 
@@ -234,7 +234,8 @@ def _calls_apart(model: StepTimeModel) -> list[CallArrival]:
     rng = random.Random(0)
     step_s = model.predict_s(StepLoad.of([(_TYPICAL_PROMPT_TOKENS,) * 2 + (False,)]))
     apart_s = max(LEAST_APART_S, STEPS_APART * step_s)
-    prompts = [make_prompt(_TYPICAL_PROMPT_TOKENS, rng=rng) for _ in range(NUM_APART)]
+    num_calls = min(NUM_APART, max(LEAST_APART, round(DURATION_S / apart_s)))
+    prompts = [make_prompt(_TYPICAL_PROMPT_TOKENS, rng=rng) for _ in range(num_calls)]
     return [CallArrival(apart_s * i, prompt, 1) for i, prompt in enumerate(prompts)]
 
 

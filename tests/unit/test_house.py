@@ -28,8 +28,8 @@ whose number follows the calls (3), an engine apart from the way to its agent, c
 the daemon apart from those for engines, the peak of a trace (3), jobs that wait for cheap
 hours, orders to the leader of a database (2), outputs of many files, calls that gateways of all
 daemons count, and which numbers of engines a planner tries."""
-MAX_LINES = 68_440
-"""27,797 more for these, for groups by key portion and rows over engines by speed, several models,
+MAX_LINES = 68_441
+"""27,798 more for these, for groups by key portion and rows over engines by speed, several models,
 a planner that sizes on several draws, bounds on what callers and engines send and hold, and
 daemons that stand by, deployments that calls at once share, processes that watch their parents,
 turns for images, places in a cache of data sets, what is cached of waiting calls, answers by class,
@@ -73,8 +73,8 @@ gateways and workers, routers in the simulator and beside a job, what routers fo
 kills in a fleet of real engines beside calls; a job of 20 million rows, one of a million long ones;
 a plan of 64 engines; routers beside a job under other settings of the scheduler, ports that no
 two tests get, callers that wait for no core, and bars for what a user has."""
-MAX_MANUAL_WORDS = 47_070
-"""16,165 more: what rows may cost calls, which engine a call goes to, Python, the page, engines on
+MAX_MANUAL_WORDS = 47_151
+"""16,246 more: what rows may cost calls, which engine a call goes to, Python, the page, engines on
 other machines, orders of calls, rows over engines, time limits, limits of keys, attacks and their
 tests, uploads, `on_done`, why a call went where it went, fleets and how to deploy,
 what callers feel, calls that would be late, AccelGen's and LARRY's figures, fleets
