@@ -54,6 +54,12 @@ class Probe:
     stage: str
     callers: tuple[tuple[ProbeCall, ...], ...]
 
+    @property
+    def num_tokens(self) -> int:
+        """All that an engine computes for it that has no prefix cached."""
+        own = [call.fresh_tokens + call.output_tokens for calls in self.callers for call in calls]
+        return sum(own) + sum(max(c.prefix_tokens for c in calls) for calls in self.callers)
+
 
 class PromptMaker:
     """Token ids for calls. Prefixes are the same within a round, fresh tokens never come again."""
@@ -77,14 +83,15 @@ class PromptMaker:
 
 
 def make_round(facts: EngineFacts) -> list[Probe]:
-    """One round for such an engine. Raises EngineError when its KV cache is too small."""
+    """One round for such an engine, the shortest probes first: on a slow engine time cuts off the
+    longest, not a kind. Raises EngineError when its KV cache is too small."""
     longest_tokens = min(facts.longest_tokens, facts.kv_tokens // 2)
     if longest_tokens < LEAST_TOKENS:
         raise EngineError(
             f"the engine holds requests of at most {longest_tokens} tokens twice; to calibrate it "
             f"needs {LEAST_TOKENS}: give it more KV cache or a larger --max-model-len"
         )
-    return [
+    probes = [
         *_fresh_prefills(facts, longest_tokens),
         *_cached_prefills(longest_tokens),
         *_decodes(facts, longest_tokens),
@@ -92,6 +99,7 @@ def make_round(facts: EngineFacts) -> list[Probe]:
         *_long_with_decodes(facts, longest_tokens),
         *_crowd(facts, longest_tokens),
     ]
+    return sorted(probes, key=lambda probe: probe.num_tokens)
 
 
 def _fresh_prefills(facts: EngineFacts, longest_tokens: int) -> Iterator[Probe]:

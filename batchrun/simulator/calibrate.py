@@ -45,7 +45,8 @@ from batchrun.simulator.replay import (
 from batchrun.types import OutcomeKind, ProgressSink, Request
 
 NUM_ROUNDS = 6
-"""The first is not counted: an engine that has just started allocates memory as it goes."""
+"""The first is not counted where a second was sent whole: an engine that has just started allocates
+memory as it goes."""
 LONGEST_S = 120.0
 """With the online calls after it, everything is done in under three minutes."""
 
@@ -62,7 +63,7 @@ async def probe(
     probes = make_round(facts)
     prompts = PromptMaker(facts.vocabulary)
     epoch, numbers = int(time.time()), itertools.count(1)
-    warm_up: Recording | None = None
+    warm_up, num_sent = Recording(facts, ()), 0
 
     async def send(calls: Iterable[ProbeCall]) -> None:
         for call in calls:
@@ -86,9 +87,11 @@ async def probe(
                 for i, each in enumerate(probes, turn * len(probes)):
                     progress(f"measuring {each.stage}", i, NUM_ROUNDS * len(probes))
                     await asyncio.gather(*[send(calls) for calls in each.callers])
-                warm_up = warm_up or _read(steps_path)
+                num_sent = turn + 1
+                if num_sent == 1:
+                    warm_up = _read(steps_path)
     recording = _read(steps_path)
-    return recording if warm_up is None else recording.after(warm_up)
+    return recording.after(warm_up) if num_sent > 1 else recording
 
 
 class _Probe(Request):
@@ -299,8 +302,8 @@ async def calibrate_engine(
         best = profile.models[0]
         online = await observe_online(engine.client, model, recording.facts, best)
         if online is not None:
-            beyond_s = await outside_s(engine.client, model, steps_path, best)
-            online = structs.replace(online, outside_s=beyond_s)
+            found_s = await outside_s(engine.client, model, steps_path, best)
+            online = structs.replace(online, outside_s=found_s)
         done_s = time.monotonic()
     finally:
         progress("stopping the engine", 0, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import accumulate
 
 import pytest
 from estimator_builders import LINEAR_LAW, observed, random_loads
@@ -115,6 +116,16 @@ def test_a_round_has_every_kind_of_step_within_the_engines_limits() -> None:
     }
     assert max(len(probe.callers) for probe in probes) == FACTS.max_running
     assert max(call.fresh_tokens for call in calls_of(probes)) == 3 * FACTS.token_budget
+
+
+def test_the_first_tenth_of_a_rounds_tokens_holds_every_kind_of_step() -> None:
+    """What a slow engine gets to."""
+    probes = make_round(FACTS)
+    sums = list(accumulate(probe.num_tokens for probe in probes))
+
+    early = {p.stage for p, total in zip(probes, sums, strict=True) if total < 0.1 * sums[-1]}
+
+    assert early == {probe.stage for probe in probes}
 
 
 def test_callers_side_by_side_share_no_context() -> None:
