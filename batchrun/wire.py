@@ -84,8 +84,8 @@ class SloTelemetry(Struct):
 class KvTelemetry(Struct, frozen=True):
     """Who holds the KV blocks. The tiers are None where vLLM's own free queue is in place.
 
-    `online_blocks` counts a block once for each online request that holds it; what else is in use
-    is offline. The tiers share `free_blocks` out, from the first evicted to the last: empty,
+    `online_blocks` are those that online requests hold, shared ones counted once; what else is in
+    use is offline. The tiers share `free_blocks` out, from the first evicted to the last: empty,
     cached but unneeded, of finished calls (flex ones too), wanted by planned rows, prefixes that
     online requests hit again and again. `empty_blocks` counts content that is cached twice too, and
     may be too high by a block for each running request. `reserve_blocks` are meant for online

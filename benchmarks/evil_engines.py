@@ -206,7 +206,7 @@ ODD_ENGINES = (
     OddEngine("packed-unsaid", INVALID, _body(gzip.compress(_GOOD))),
     OddEngine("events", INVALID,
         _body(b"data: ", _GOOD, b"\n\n", headers=("Content-Type: text/event-stream",))),
-    OddEngine("many-parts", INVALID, _text(b"[" + b"{}," * 600_000 + b"{}]")),
+    OddEngine("many-parts", INVALID, _text(b"[" + b"{}," * (11 * MIB) + b"{}]")),
     # JSON, and no reply.
     OddEngine("list", INVALID, _body(b"[1]")),
     OddEngine("string", INVALID, _body(b'"yes"')),

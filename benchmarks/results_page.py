@@ -75,6 +75,11 @@ SECTIONS: dict[str, Section] = {
         "online_cost alone",
         "offline_tokens_per_s ttft_p50_s ttft_p99_s tpot_p50_s tpot_p99_s",
     ),
+    "online_cost": Section(
+        "The dial on the virtual engine, means over seeds",
+        "law blocks config",
+        "offline_tokens_per_s ttft_p50_s ttft_p99_s tpot_p50_s tpot_p99_s",
+    ),
     "cpu_online_queue": Section(
         "Two classes in bursts on real CPU engines, means of windows",
         "server",

@@ -62,9 +62,10 @@ def online_slo(deployment: Deployment, home: Home) -> SloConfig:
     if len(known) < len(shown):
         return SloConfig()
     cost = deployment.online_cost or AUTO_ONLINE_COST
+    usual = SloConfig()
     return SloConfig(
-        ttft_s=cost * max(each.ttft_p99_s for each in known),
-        tpot_s=cost * max(each.tpot_p99_s for each in known),
+        ttft_s=cost * max(each.ttft_p99_s for each in known) or usual.ttft_s,
+        tpot_s=cost * max(each.tpot_p99_s for each in known) or usual.tpot_s,
     )
 
 

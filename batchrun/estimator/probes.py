@@ -32,6 +32,7 @@ _BATCHES = (1, 4, 16, 64, 256)
 _MIXED_CALLERS = (4, 12)
 _MIXED_SIZES = (32, 128, 512)
 _MIXED_CALLS = 3
+_EARLY_SIZES = (16, 16, 32)
 _LONG_WITH = 6
 _CROWD, _CROWD_TOKENS, _CROWD_OUTPUT_TOKENS = 64, 1024, 128
 _MOST_CONTEXT_TOKENS = 32_768
@@ -95,6 +96,7 @@ def make_round(facts: EngineFacts) -> list[Probe]:
         *_fresh_prefills(facts, longest_tokens),
         *_cached_prefills(longest_tokens),
         *_decodes(facts, longest_tokens),
+        *_early_mix(facts),
         *_mixes(facts, longest_tokens),
         *_long_with_decodes(facts, longest_tokens),
         *_crowd(facts, longest_tokens),
@@ -130,6 +132,14 @@ def _decodes(facts: EngineFacts, longest_tokens: int) -> Iterator[Probe]:
                         for i in range(batch)
                     ),
                 )
+
+
+def _early_mix(facts: EngineFacts) -> Iterator[Probe]:
+    """Both kinds in a step within the first seconds, also of an engine that gets to little else."""
+    decoding = ProbeCall(_QUESTION_TOKENS, _OUTPUT_TOKENS)
+    prompts = [ProbeCall(size) for size in _EARLY_SIZES]
+    if facts.max_running > 1:
+        yield Probe("prefills beside decodes", ((decoding,), tuple(prompts)))
 
 
 def _mixes(facts: EngineFacts, longest_tokens: int) -> Iterator[Probe]:

@@ -109,9 +109,12 @@ class OnlineLatency(_Record, frozen=True):
     ttft_p99_s: Number
     tpot_p50_s: Number
     tpot_p99_s: Number
-    outside_s: Number = 0.0
-    """Of a first token's time what passes outside the engine's step, at the median: HTTP, the chat
-    template, the tokenizer. 0 in profiles from before."""
+    outside_s: Number | None = None
+    """Of a first token's time what passes outside the engine's steps, at the median: HTTP, the chat
+    template, the tokenizer. None where it was not measured."""
+
+
+_SOME_STEP = StepLoad.of([(16, 16, False), (1, 17, True)])
 
 
 class CalibrationProfile(_Record, frozen=True, tag_field="version", tag=FORMAT_VERSION):
@@ -137,6 +140,9 @@ class CalibrationProfile(_Record, frozen=True, tag_field="version", tag=FORMAT_V
     def __post_init__(self) -> None:
         if len({model.name for model in self.models}) != len(self.fitted):
             raise ValueError("fitted names a model twice")
+        for model in self.models:
+            if model.predict_s(_SOME_STEP) == 0.0:
+                raise ValueError(f"by its model {model.name} every step takes 0 s")
 
     @property
     def models(self) -> tuple[AnyModel, ...]:
@@ -239,7 +245,7 @@ def calibrate(
         pivot_tokens=pivot_tokens(fitted[0].model, facts.token_budget),
         online=online,
         measured_at=measured_at,
-        gap=fit_gap(recording.gaps),
+        gap=fit_gap(recording.gaps, len(observations)),
         token_budget=facts.token_budget,
         max_running=facts.max_running,
     )

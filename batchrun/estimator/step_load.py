@@ -124,9 +124,11 @@ class StepLoad:
         )
 
 
-LEAST_GAPS = 50
-"""Fewer gaps say nothing."""
 LEAST_OF_SIZE = 5
+"""Gaps that give a steady median; a slow engine has so many after its first calls of one size."""
+LEAST_GAP_SHARE = 0.1
+"""Of the steps that have a gap before them. Probes leave one before nine in ten steps where none is
+scheduled ahead (three in four on a slow engine, which gets to the short ones), else hardly any."""
 
 ObservedGap = tuple[int, float]
 """Requests in the step before, and the seconds until the next one began."""
@@ -145,20 +147,21 @@ class StepGap(Struct, frozen=True, forbid_unknown_fields=True):
         return self.base_s + self.request_s * num_requests
 
 
-def fit_gap(gaps: Sequence[ObservedGap]) -> StepGap | None:
+def fit_gap(gaps: Sequence[ObservedGap], num_steps: int) -> StepGap | None:
     """The least-squares line through the medians of the gaps after steps of equal size.
 
     Medians, since the calls of a calibration come in crowds, and taking a crowd in is no matter of
-    the step before. Each size counts once if it has LEAST_OF_SIZE gaps. None for fewer than
-    LEAST_GAPS in all: an engine that schedules a step ahead has none.
+    the step before. Each size counts once if it has LEAST_OF_SIZE gaps; with fewer than two such
+    sizes the median of all gaps holds for every size. None where few of `num_steps` steps have a
+    gap: an engine that schedules ahead.
     """
-    if len(gaps) < LEAST_GAPS:
+    if len(gaps) < max(LEAST_OF_SIZE, LEAST_GAP_SHARE * num_steps):
         return None
     sizes, seconds = np.asarray(gaps, np.float64).T
     known, counts = np.unique(sizes, return_counts=True)
     known = known[counts >= LEAST_OF_SIZE]
-    if not known.size:
-        return None
+    if known.size < 2:
+        return StepGap(max(0.0, float(np.median(seconds))), 0.0)
     medians = np.array([max(1e-9, float(np.median(seconds[sizes == size]))) for size in known])
     design = np.column_stack([np.ones(len(known)), known])
     base_s, request_s = first_guess(design, medians, np.ones(len(known)))

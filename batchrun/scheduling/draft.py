@@ -29,7 +29,8 @@ class Draft:
     is vLLM's own. A step of `full_s` has no time for one token more behind `full_tokens` computed
     ones, and so none behind as many or more. With `is_strict` no prompt but the first of the step
     goes past its limit, whatever it risks. Decodes of `deferred` rows wait for prompts. `leader` is
-    the request whose long prefix the draft begins.
+    the request whose long prefix the draft begins. Of rows in `only_begun` nobody sets aside the
+    whole answer, for which calls leave no room: nobody else would come in.
     """
 
     view: EngineView
@@ -47,6 +48,7 @@ class Draft:
     caps: dict[str, int] = field(default_factory=dict)
     preempted: list[RequestView] = field(default_factory=list)
     loras: set[int] = field(default_factory=set)
+    only_begun: set[str] = field(default_factory=set)
     deferred: Sequence[RequestView] = ()
     has_long_prefill: bool = False
     full_s: float = -math.inf
@@ -79,6 +81,7 @@ class Draft:
             caps=self.caps.copy(),
             preempted=self.preempted.copy(),
             loras=self.loras.copy(),
+            only_begun=self.only_begun.copy(),
         )
 
     def decode_calls(self) -> None:
@@ -112,7 +115,7 @@ class Draft:
         self.load = load
         self.tokens_left -= num
         self.free_blocks -= new_blocks
-        ends = law.kept([request.end_tokens for request in requests])
+        ends = law.kept([self._end_tokens(request) for request in requests])
         held, soon = law.kept(computed, 1), law.kept(computed, CLOSING_TOKENS)
         self.promised_blocks += sum(ends) - sum(held)
         self.closing_blocks += sum(map(min, ends, soon)) - sum(held)
@@ -218,9 +221,13 @@ class Draft:
         new_blocks = now_blocks - blocks_for(computed)
         self.free_blocks -= new_blocks
         if request.is_offline:
-            self.promised_blocks += max(0, blocks_for(request.end_tokens) - now_blocks)
+            self.promised_blocks += max(0, blocks_for(self._end_tokens(request)) - now_blocks)
         else:
             self.promised_blocks -= new_blocks
+
+    def _end_tokens(self, request: RequestView) -> int:
+        only_begun = self.only_begun and request.request_id in self.only_begun
+        return request.begun_tokens if only_begun else request.end_tokens
 
 
 def _due_blocks(view: EngineView) -> int:

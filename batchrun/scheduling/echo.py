@@ -22,7 +22,7 @@ from batchrun.scheduling.fill import (
     goes_on,
     keep_alive,
     lacks_adapter,
-    need_blocks,
+    let_in,
     soon_free_blocks,
     still_running,
     waits_for_calls,
@@ -64,6 +64,7 @@ class EchoPolicy:
         self._head: RequestView | None = None
         self._head_since_s = 0.0
         self._turns = DecodeTurns()
+        self._only_begun: set[str] = set()
 
     def plan(self, view: EngineView) -> Plan:
         """The step to run after those in flight."""
@@ -71,6 +72,7 @@ class EchoPolicy:
         draft = select(self.generate(view, limits))
         self._turns.put_off(decode_deferred(draft, limits.offline_s))
         self._standstill.note(draft.caps, view.now_s, goes_on=goes_on(draft))
+        self._only_begun = draft.only_begun
         self._patience.let_in([row for row in draft.admitted if row.is_offline], view.now_s)
         return draft.finish(self._queue.num_left_out)
 
@@ -78,6 +80,7 @@ class EchoPolicy:
         """At least one draft. All share online work, running rows and rows with a cached prefix;
         they differ in the long prefix that they begin, of which one at a time is computed."""
         draft = Draft.begin(view)
+        draft.only_begun = self._still_begun(view)
         has_room = place_online(draft, self._queue, limits.online_s)
         if not view.is_offline_on or _must_wait(view, limits, has_room=has_room):
             for request in still_running(draft):
@@ -88,6 +91,11 @@ class EchoPolicy:
         if len(drafts) == 1 and drafts[0].tokens_left == view.token_budget:
             keep_alive(drafts[0], limits.offline_s)
         return drafts
+
+    def _still_begun(self, view: EngineView) -> set[str]:
+        if not self._only_begun:
+            return set()
+        return self._only_begun & {row.request_id for row in view.offline_running}
 
     def _admit_offline(self, draft: Draft, limit_s: float) -> list[Draft]:
         keeps_reserve = self._options.keeps_reserve
@@ -123,12 +131,14 @@ class EchoPolicy:
             if is_behind or not view.is_ready(request) or (is_long and draft.has_long_prefill):
                 continue
             soon_free = soon_free_blocks(draft) * is_long
-            has_room = fits(draft, request, hit, keeps_reserve=False, soon_free=soon_free)
+            has_room = fits(
+                draft, request, hit, keeps_reserve=False, soon_free=soon_free, is_overdue=True
+            )
             if has_room and draft.slots_left > 0 and draft.fits_lora(request):
                 chunk_tokens = min(left, draft.room_tokens(request, hit.num_tokens))
                 chunk = draft.chunk(hit.num_tokens, chunk_tokens, limit_s)
                 if chunk >= min(left, MIN_CHUNK_TOKENS):
-                    draft.admit(request, hit, chunk, need_blocks(view, request, hit))
+                    let_in(draft, request, hit, chunk, is_overdue=True)
                     continue
             elif waits_for_calls(draft, request, hit):
                 continue
@@ -148,7 +158,7 @@ class EchoPolicy:
         """Let the overdue head in, whatever is reserved; hold the others back while rows that run
         are all that it waits for."""
         (head, hit), *others = leaders
-        led = self._with_leader(draft, head, hit, limit_s, soon_free, keeps_reserve=False)
+        led = self._with_leader(draft, head, hit, limit_s, soon_free, is_overdue=True)
         if led is not None:
             return led
         if not waits_for_calls(draft, head, hit):
@@ -167,11 +177,13 @@ class EchoPolicy:
         limit_s: float,
         soon_free: int,
         *,
-        keeps_reserve: bool | None = None,
+        is_overdue: bool = False,
     ) -> Draft | None:
         """The draft with one long prefix more; None when it has no slot, room or time."""
-        keeps = self._options.keeps_reserve if keeps_reserve is None else keeps_reserve
-        has_room = fits(draft, request, hit, keeps_reserve=keeps, soon_free=soon_free)
+        keeps = self._options.keeps_reserve and not is_overdue
+        has_room = fits(
+            draft, request, hit, keeps_reserve=keeps, soon_free=soon_free, is_overdue=is_overdue
+        )
         if not has_room or draft.slots_left <= 0:
             return None
         left = min(request.num_tokens - hit.num_tokens, draft.room_tokens(request, hit.num_tokens))
@@ -179,7 +191,7 @@ class EchoPolicy:
         if chunk < MIN_CHUNK_TOKENS:
             return None
         led = draft.copy()
-        led.admit(request, hit, chunk, need_blocks(draft.view, request, hit))
+        let_in(led, request, hit, chunk, is_overdue=is_overdue)
         led.leader, led.leader_left_tokens = request, request.num_tokens - hit.num_tokens
         return led
 

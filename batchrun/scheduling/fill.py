@@ -222,12 +222,12 @@ def computing_groups(view: EngineView) -> set[Group | None]:
 
 
 def waits_for_calls(draft: Draft, request: RequestView, hit: PrefixHit) -> bool:
-    """Whether a row could not come in if no other row ran: calls hold its room or its adapter."""
+    """Whether an overdue row could not come in if no other row ran: calls hold its room or its
+    adapter."""
     view = draft.view
     if not view.online_running:
         return False
-    room = view.total_blocks - 1 - view.watermark_blocks - view.online_blocks
-    if need_blocks(view, request, hit) > room:
+    if need_blocks(view, request, hit, is_overdue=True) > view.room_beside_calls:
         return True
     loras = {each.lora_id for each in view.online_running if each.lora_id}
     needs_adapter = request.lora_id and request.lora_id not in loras
@@ -257,12 +257,22 @@ def lacks_adapter(draft: Draft, request: RequestView) -> bool:
     """Whether its adapter is all that a row waits for."""
     if draft.slots_left <= 0 or draft.fits_lora(request):
         return False
-    return fits(draft, request, draft.view.look_up(request), keeps_reserve=False)
+    hit = draft.view.look_up(request)
+    return fits(draft, request, hit, keeps_reserve=False, is_overdue=True)
 
 
-def need_blocks(view: EngineView, request: RequestView, hit: PrefixHit) -> int:
-    """Free blocks that an offline request takes until its expected end, idle cached ones too."""
-    return view.free_blocks_for(request.end_tokens, hit)
+def need_blocks(
+    view: EngineView, request: RequestView, hit: PrefixHit, *, is_overdue: bool = False
+) -> int:
+    """Free blocks that an offline request takes until its expected end, idle cached ones too.
+
+    Of an overdue one whose whole answer finds no room beside calls, until its answer has begun: how
+    long that becomes is only expected.
+    """
+    blocks = view.free_blocks_for(request.end_tokens, hit)
+    if is_overdue and blocks > view.room_beside_calls:
+        return view.free_blocks_for(request.begun_tokens, hit)
+    return blocks
 
 
 def soon_free_blocks(draft: Draft) -> int:
@@ -293,11 +303,17 @@ def soon_free_blocks(draft: Draft) -> int:
 
 
 def fits(
-    draft: Draft, request: RequestView, hit: PrefixHit, *, keeps_reserve: bool, soon_free: int = 0
+    draft: Draft,
+    request: RequestView,
+    hit: PrefixHit,
+    *,
+    keeps_reserve: bool,
+    soon_free: int = 0,
+    is_overdue: bool = False,
 ) -> bool:
     """Whether an offline request has room beside what is wanted before it, and reserved: the
     threshold of Echo, 4.2."""
-    need = need_blocks(draft.view, request, hit)
+    need = need_blocks(draft.view, request, hit, is_overdue=is_overdue)
     room = draft.free_blocks - draft.promised_blocks - draft.view.watermark_blocks + soon_free
     if keeps_reserve:
         wanted_by_others = max(0, draft.wanted_blocks(request) - hit.idle_blocks)
@@ -313,6 +329,16 @@ def _admit(draft: Draft, request: RequestView, hit: PrefixHit, limit_s: float) -
         return False
     draft.admit(request, hit, chunk, need_blocks(draft.view, request, hit))
     return True
+
+
+def let_in(
+    draft: Draft, request: RequestView, hit: PrefixHit, num_tokens: int, *, is_overdue: bool
+) -> None:
+    """Admit a request that has room, with a first chunk of `num_tokens`."""
+    blocks = need_blocks(draft.view, request, hit, is_overdue=is_overdue)
+    if blocks < need_blocks(draft.view, request, hit):
+        draft.only_begun.add(request.request_id)
+    draft.admit(request, hit, num_tokens, blocks)
 
 
 def keep_alive(draft: Draft, limit_s: float) -> None:

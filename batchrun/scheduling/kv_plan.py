@@ -8,6 +8,7 @@ those calls live, so what they will hold is looked at before it is there.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -57,18 +58,24 @@ def longest_step_s(view: EngineView) -> float:
 
     Infinity where any does, 0 where calls have too little room without rows: these then wait.
     """
-    prompt_tokens = _prompt_tokens(view)
+    generated = [call.num_output_tokens for call in view.online_running]
+    longer = view.calls.longer_shares(generated)
+    growth_tokens = _growth_tokens(view, longer)
+    # What a running call holds beside its answer, on average; shared blocks are counted once.
+    held_tokens = view.online_blocks * growth_tokens
+    prompt_tokens = max(0.0, held_tokens - sum(generated)) / len(generated)
     rate_per_s = view.calls.rate_per_s(view.now_s)
-    alone_s = _alone_s(view, prompt_tokens, rate_per_s)
+    pool_tokens = view.total_blocks * growth_tokens
+    alone_s = _alone_s(view, prompt_tokens, rate_per_s, FULL_SHARE * pool_tokens)
     top_s = MOST_TPOTS * max(view.online_slo_tpot_s, alone_s)
     steps_s = np.geomspace(alone_s, top_s, NUM_CHOICES)
-    growths = _growths(view, prompt_tokens)
+    waiting = [call.num_output_tokens for call in view.online_waiting]
+    growths = _growths([*generated, *waiting], prompt_tokens, longer)
     mean, variance, most = [each.after(steps_s, alone_s, rate_per_s) for each in growths]
     variance[1] += (view.calls.rate_error() * mean[1]) ** 2
     likely = mean.sum(axis=0) + SIGMAS * np.sqrt(variance.sum(axis=0))
     if_none_ends = most.sum(axis=0) + SIGMAS * np.sqrt(variance[1])
-    most_tokens = MOST_SHARE * view.total_blocks * view.block_tokens
-    has_room = (np.minimum(likely, if_none_ends) <= most_tokens).all(axis=1)
+    has_room = (np.minimum(likely, if_none_ends) <= MOST_SHARE * pool_tokens).all(axis=1)
     if has_room.all():
         return math.inf
     num_good = int(np.argmin(has_room))
@@ -98,16 +105,18 @@ class _Growth:
         return np.stack([np.interp(tokens, EDGES_TOKENS, self.present), arrived])
 
 
-def _prompt_tokens(view: EngineView) -> float:
-    """What a running call holds beside its answer, on average; shared blocks are counted once."""
-    generated = sum([request.num_output_tokens for request in view.online_running])
-    held = view.online_blocks * view.block_tokens
-    return max(0.0, held - generated) / len(view.online_running)
+def _growth_tokens(view: EngineView, longer: FloatArray) -> float:
+    """Tokens that a call generates for each block that it takes, over a usual answer: what calls
+    hold is counted in these."""
+    prompts = [call.num_prompt_tokens for call in view.online_running]
+    usual_tokens = float((np.diff(EDGES_TOKENS) * (longer[1:] + longer[:-1]) / 2).sum())
+    return view.law.growth_tokens(sum(prompts) // len(prompts), usual_tokens)
 
 
-def _alone_s(view: EngineView, prompt_tokens: float, rate_per_s: float) -> float:
-    """How long a step takes without rows while calls hold much of the KV."""
-    full_tokens = FULL_SHARE * view.total_blocks * view.block_tokens
+def _alone_s(
+    view: EngineView, prompt_tokens: float, rate_per_s: float, full_tokens: float
+) -> float:
+    """How long a step takes without rows while calls hold much of the KV, `full_tokens`."""
     running = view.online_running
     context = sum([request.num_tokens for request in running]) / len(running)
     num_calls = max(1, round(full_tokens / context))
@@ -121,13 +130,12 @@ def _alone_s(view: EngineView, prompt_tokens: float, rate_per_s: float) -> float
     return max(step_s, 1e-6)
 
 
-def _growths(view: EngineView, prompt_tokens: float) -> tuple[_Growth, _Growth, _Growth]:
+def _growths(
+    generated: Sequence[int], prompt_tokens: float, longer: FloatArray
+) -> tuple[_Growth, _Growth, _Growth]:
     """Mean and variance of the tokens that calls will hold, and the mean if none that is here ends.
-    Those that wait count as running."""
-    running = [request.num_output_tokens for request in view.online_running]
-    waiting = [request.num_output_tokens for request in view.online_waiting]
-    longer = view.calls.longer_shares(running)
-    ages = np.asarray([*running, *waiting], np.float64)[:, None] + EDGES_TOKENS
+    Those that wait count as running: all have `generated` so many tokens."""
+    ages = np.asarray(generated, np.float64)[:, None] + EDGES_TOKENS
     still = np.interp(ages, EDGES_TOKENS, longer)
     still /= np.maximum(still[:, :1], 1e-12)
     held = prompt_tokens + ages

@@ -101,6 +101,11 @@ class RequestView:
         expected = max(self.expected_output_tokens, self.num_output_tokens + GROWTH_TOKENS)
         return self.num_prompt_tokens + min(self.max_output_tokens, expected)
 
+    @property
+    def begun_tokens(self) -> int:
+        """What there is so far, and as much of the answer as it becomes at least."""
+        return min(self.end_tokens, self.num_tokens + GROWTH_TOKENS)
+
 
 BY_ARRIVAL = attrgetter("priority", "arrival_at_s", "request_id")
 """The order in which online calls wait: by priority, first come, first served."""
@@ -185,6 +190,13 @@ class BlockLaw:
             ])
             for num in tokens
         ]
+
+    def growth_tokens(self, num_tokens: int, answer_tokens: float) -> float:
+        """Tokens of such an answer to a prompt of `num_tokens` for each block that it takes."""
+        if self._is_plain:
+            return self.block_tokens
+        first, last = self.kept([num_tokens, num_tokens + math.ceil(answer_tokens)])
+        return answer_tokens / max(1, last - first)
 
     def begun(self, tokens: Sequence[int]) -> list[int]:
         """Blocks that each request of so many tokens begins with its next one."""
@@ -296,6 +308,11 @@ class EngineView:
     def block_tokens(self) -> int:
         """Tokens of a block, of the smallest where there are several kinds."""
         return self.law.block_tokens
+
+    @property
+    def room_beside_calls(self) -> int:
+        """Blocks that offline work could have if all of it were one request."""
+        return self.total_blocks - 1 - self.watermark_blocks - self.online_blocks
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens."""

@@ -65,7 +65,8 @@ def make_prompt(num_words: int, *, rng: random.Random) -> str:
 class OnlineResult:
     """One call. Instants are seconds from the trace's start, durations from the planned arrival.
 
-    `ttft_s` is None when no token came; `e2e_s` and the counts cover what came before an `error`.
+    `ttft_s` is None when no token came; `e2e_s` and the counts cover what came before an `error`;
+    `is_late`: that was the target's `timeout_s`.
     `token_ids` are there where the body asks for them (vLLM's `return_token_ids`).
     """
 
@@ -76,6 +77,7 @@ class OnlineResult:
     num_output_tokens: int
     error: str | None = None
     token_ids: tuple[int, ...] = ()
+    is_late: bool = False
 
     @property
     def tpot_s(self) -> float | None:
@@ -138,7 +140,7 @@ async def _call(
     clock, planned_at_s = asyncio.get_running_loop().time, started_at_s + arrival.at_s
     times_s: list[float] = []
     token_ids: list[int] = []
-    num_output_tokens, error = 0, None
+    num_output_tokens, error, is_late = 0, None, False
     await asyncio.sleep(planned_at_s - clock())
     try:
         async with asyncio.timeout_at(planned_at_s + target.timeout_s):
@@ -150,6 +152,7 @@ async def _call(
                 if usage := event.get("usage"):
                     num_output_tokens = usage.get("completion_tokens", 0)
     except TimeoutError:
+        is_late = True
         error = f"no complete answer within {target.timeout_s:g} s"
     except EngineError as cause:
         error = str(cause)
@@ -163,6 +166,7 @@ async def _call(
         num_output_tokens=num_output_tokens or len(times_s),
         error=error,
         token_ids=tuple(token_ids),
+        is_late=is_late,
     )
 
 
@@ -198,9 +202,9 @@ async def _events(
 
 
 def _carries_token(choice: Mapping[str, Any]) -> bool:
-    # Bytes of half a character are a token with empty text; the first event, which only names
-    # the role, is none.
+    # Bytes of half a character are a token with empty text, and a reasoning parser may leave only
+    # the id; the first event, which only names the role, is none.
     delta = choice.get("delta") or {}
-    if delta.get("role") is None and "content" in delta:
+    if choice.get("token_ids") or (delta.get("role") is None and "content" in delta):
         return True
     return any(delta.get(key) for key in _TEXT_KEYS)

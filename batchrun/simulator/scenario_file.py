@@ -397,8 +397,7 @@ def calibrated(plan: EnginePlan, profile: CalibrationProfile) -> EnginePlan:
     timing, gap, front_end = plan.timing, profile.gap, plan.front_end
     if gap is not None and timing.steps_in_flight == 1:
         timing = replace(timing, planning_s=gap.base_s, request_s=gap.request_s)
-    if profile.online is not None:
-        latency_s = profile.online.outside_s
-        front_end = replace(front_end or FrontEndTimes(), latency_s=latency_s)
+    if profile.online is not None and (outside_s := profile.online.outside_s) is not None:
+        front_end = replace(front_end or FrontEndTimes(), latency_s=outside_s)
     law = ModelLaw(profile.models[0])
     return replace(plan, law=law, believed=profile.models, timing=timing, front_end=front_end)

@@ -385,6 +385,7 @@ class DaemonLink:
             pause=self._pause,
             cost=self.meter.costs.telemetry(now_s, state.settings.cost_in_force),
             kv=KvTelemetry(
+                online_blocks=state.num_online_blocks(),
                 reserve_blocks=state.estimates.reserve_blocks(0),
                 forecast_blocks=state.estimates.forecast.forecast_blocks if is_planned else None,
             ),

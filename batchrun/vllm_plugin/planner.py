@@ -19,7 +19,6 @@ from batchrun.scheduling.policies import Policy
 from batchrun.scheduling.view import EngineView, Plan, PrefixHit, RequestView
 from batchrun.types import RequestClass
 from batchrun.vllm_plugin.compat import awaits_stale_output, cached_prefix
-from batchrun.vllm_plugin.kv_cache import OnlineBlocks
 from batchrun.vllm_plugin.state import EngineState
 
 log = logging.getLogger(__name__)
@@ -81,18 +80,17 @@ class ViewBuilder:
         self._step = 0
         self.hits: dict[str, tuple[PrefixHit, int]] = {}
         self._private: dict[str, tuple[int, int]] = {}
-        self._online_blocks = OnlineBlocks(state.manager, state.law.block_tokens)
 
     def forget(self, request_id: str) -> None:
         """A request has ended, or was preempted."""
         self.hits.pop(request_id, None)
         self._private.pop(request_id, None)
-        self._online_blocks.forget(request_id)
+        self._state.online_blocks.forget(request_id)
 
     def sample(self, running: Iterable[Request | RequestView], now_s: float) -> int:
         """Note how much KV online requests hold, these and those seen before, and let what has run
         out expire; returns the blocks."""
-        num_blocks = self._online_blocks.count(running)
+        num_blocks = self._state.online_blocks.count(running)
         self._state.estimates.sample(now_s, num_blocks)
         self._state.expire(now_s)
         return num_blocks

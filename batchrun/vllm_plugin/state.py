@@ -41,7 +41,7 @@ from batchrun.scheduling.view import BY_ARRIVAL, UNKNOWN_TOKENS, RequestView
 from batchrun.types import USUAL_OUTPUT_TOKENS, RequestClass
 from batchrun.vllm_plugin.compat import block_law, cuts_no_image
 from batchrun.vllm_plugin.estimates import Estimates, StepClock, engine_facts, read_models
-from batchrun.vllm_plugin.kv_cache import KvTiers
+from batchrun.vllm_plugin.kv_cache import KvTiers, OnlineBlocks
 from batchrun.vllm_plugin.settings import OnlineSlo, PluginSettings
 from batchrun.wire import FeltCalls, Orders
 
@@ -148,10 +148,11 @@ class EngineState:
 
     `views` has a view of every live request and `queue` the order in which waiting ones are planned
     (it is vLLM's waiting queue only while steps are planned). `kv` is None while vLLM's own free
-    queue is in place. `estimates` and `steps` say how long steps take and how much KV online
-    requests will need, `calls` how many of them come and how long their answers become, `slo` what
-    those without a class are promised now, `margin` what of it steps beside rows leave to callers,
-    `untold_answers` how long answers are of offline work of which no hint tells. `clock` returns
+    queue is in place; `online_blocks` counts what online requests hold. `estimates` and `steps` say
+    how long steps take and how much KV online requests will need, `calls` how many of them come and
+    how long their answers become, `slo` what those without a class are promised now, `margin` what
+    of it steps beside rows leave to callers, `untold_answers` how long answers are of offline work
+    of which no hint tells. `clock` returns
     monotonic seconds; less `wall_offset_s`, the times of the `wall` clock, as vLLM's arrivals, are
     on its scale (None: they are at once). A hint counts if it carries the `nonce`; without a nonce
     none does.
@@ -171,6 +172,7 @@ class EngineState:
         self.block_tokens = block_tokens
         self.total_blocks = manager.block_pool.num_gpu_blocks
         self.law = block_law(manager, block_tokens)
+        self.online_blocks = OnlineBlocks(manager, self.law.block_tokens)
         self.watermark_blocks = int(getattr(manager, "watermark_blocks", 0))
         self.max_loras = config.lora_config.max_loras if config.lora_config else 0
         self.cuts_no_image = cuts_no_image(config)
@@ -201,6 +203,13 @@ class EngineState:
     def believe(self, models: Sequence[AnyModel]) -> None:
         """Start from these step-time models, the best first, as from those of a profile."""
         self.estimates = Estimates(self.settings, self.total_blocks, models)
+
+    def num_online_blocks(self) -> int:
+        """Blocks that online requests hold. O(requests)."""
+        online = (v for v in self.views.values() if v.request_class is RequestClass.ONLINE)
+        return self.online_blocks.count([
+            v.handle for v in online if v.handle.status is RequestStatus.RUNNING
+        ])
 
     def read_hint(self, request: Request) -> Hint | None:
         """The request's hint; None without one, and for one that makes no sense (counted)."""

@@ -245,7 +245,7 @@ def fill_in(
     """`blank`, which holds what the scheduler itself knows, with all the rest. O(requests)."""
     online, offline = copy(meter.classes[ONLINE]), copy(meter.classes[OFFLINE])
     awaited_slack_s = math.inf
-    online_blocks = num_partial_blocks = num_overdue = 0
+    num_partial_blocks = num_overdue = 0
     running, streaming = RequestStatus.RUNNING, RequestStatus.WAITING_FOR_STREAMING_REQ
     for view in views.values():
         own = online if view.request_class is ONLINE else offline
@@ -253,7 +253,6 @@ def fill_in(
         if request.status is running:
             own.num_running += 1
             num_blocks = sum([len(group) for group in manager.get_blocks(view.request_id).blocks])
-            online_blocks += num_blocks if own is online else 0
             num_kept_tokens = min(request.num_computed_tokens, request.num_tokens)
             num_partial_blocks += num_blocks - num_kept_tokens // block_tokens
         elif request.status is not streaming:
@@ -272,16 +271,16 @@ def fill_in(
         alone=copy(meter.alone),
         slo=meter.slo(awaited_slack_s, num_overdue),
         step=copy(meter.step),
-        kv=_kv(blank.kv, manager.block_pool, online_blocks, num_partial_blocks),
+        kv=_kv(blank.kv, manager.block_pool, num_partial_blocks),
     )
 
 
-def _kv(known: KvTelemetry, pool: BlockPool, online_blocks: int, num_partial: int) -> KvTelemetry:
-    """Who holds the blocks; running requests hold `num_partial` without a hash. Nothing is counted
-    block by block."""
+def _kv(known: KvTelemetry, pool: BlockPool, num_partial: int) -> KvTelemetry:
+    """Who holds the blocks besides calls; running requests hold `num_partial` without a hash.
+    Nothing is counted block by block."""
     total = pool.num_gpu_blocks - 1
     free = pool.get_num_free_blocks()
-    online = min(online_blocks, total - free)
+    online = min(known.online_blocks, total - free)
     kv = msgspec.structs.replace(
         known,
         total_blocks=total,

@@ -24,7 +24,7 @@ from batchrun.store.batches import NewBatch
 from batchrun.store.database import open_store
 from batchrun.types import Outcome, OutcomeKind
 
-LATER = pytest.mark.nightly
+LATER = [pytest.mark.nightly, pytest.mark.timeout(1_800)]
 RETRY_AFTER = (
     None,
     "1",

@@ -24,6 +24,7 @@ class Recount:
     def __init__(self, inner: Policy, engine: VirtualEngine) -> None:
         self._inner = inner
         self._manager = engine.scheduler.kv_cache_manager
+        self._daemon_link = ours(engine).daemon_link
         self.num_plans = self.num_shared = 0
 
     def plan(self, view: EngineView) -> Plan:
@@ -31,6 +32,8 @@ class Recount:
         num_distinct = len({block for blocks in held for block in blocks})
         assert view.online_blocks == num_distinct
         assert view.total_blocks - 1 - view.free_blocks >= view.online_blocks
+        telemetry = self._daemon_link.telemetry(view.now_s).kv
+        assert telemetry.online_blocks == num_distinct
         self.num_plans += 1
         self.num_shared += sum(map(len, held)) > num_distinct
         return self._inner.plan(view)

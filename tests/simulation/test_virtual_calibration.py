@@ -21,12 +21,12 @@ from batchrun.estimator.profile import (
     calibrate,
     read_recording,
 )
-from batchrun.estimator.step_time import EchoBaseModel, RooflineModel
+from batchrun.estimator.step_time import EchoBaseModel, LinearModel, RooflineModel
 from batchrun.hints import HINT_KEY
 from batchrun.simulator.cluster import EnginePlan, FrontEndTimes
-from batchrun.simulator.scenario_file import calibrated
+from batchrun.simulator.scenario_file import EnginesSpec, SloSpec, calibrated, engine_of
 from batchrun.simulator.virtual.engine import DEFAULT_TIMING, Timing, VirtualEngine
-from batchrun.simulator.virtual.setup import A100Law, EngineShape, StepLaw
+from batchrun.simulator.virtual.setup import A100Law, EngineShape, ModelLaw, StepLaw
 from batchrun.vllm_plugin import estimates as calibration
 from batchrun.vllm_plugin.scheduler import ColocatedScheduler
 from benchmarks.laws import NoisyLaw, PoolingLaw
@@ -36,9 +36,13 @@ SHAPE = EngineShape(num_blocks=1200, token_budget=1024, max_num_seqs=16, max_mod
 
 
 def record(
-    law: StepLaw, folder: Path, num_rounds: int = 1, timing: Timing = DEFAULT_TIMING
+    law: StepLaw,
+    folder: Path,
+    num_rounds: int = 1,
+    timing: Timing = DEFAULT_TIMING,
+    longest_s: float = math.inf,
 ) -> Recording:
-    """All probes, sent to a virtual engine which records its steps."""
+    """The probes that begin in time, sent to a virtual engine which records its steps."""
     path, source = folder / "steps", ProbeSource()
     settings = {**PROBING_SETTINGS, "record_steps": str(path)}
     shape = replace(SHAPE, additional_config={HINT_KEY: settings})
@@ -48,8 +52,9 @@ def record(
     for _ in range(num_rounds):
         prompts.next_round()
         for probe in make_round(facts):
-            source.begin(probe, prompts)
-            engine.run_until(math.inf)
+            if engine.now_s < longest_s:
+                source.begin(probe, prompts)
+                engine.run_until(math.inf)
     return read_recording(path.read_text())
 
 
@@ -198,6 +203,24 @@ def test_an_engine_that_schedules_a_step_ahead_shows_no_gaps(profile: Calibratio
     assert profile.gap is None
 
 
+@pytest.mark.parametrize(
+    ("timing", "steps_in_flight"), [(Timing(1, planning_s=0.002), 1), (DEFAULT_TIMING, 2)]
+)
+def test_a_slow_engine_shows_every_kind_of_step_and_how_it_schedules(
+    tmp_path: Path, timing: Timing, steps_in_flight: int
+) -> None:
+    """A 7B model on a CPU, 40 tokens/s: what it gets to in 15 s."""
+    slow = ModelLaw(LinearModel(0.3, 1 / 40, 0, 0, 0))
+    recording = record(slow, tmp_path, timing=timing, longest_s=15.0)
+    path = tmp_path / "profile.json"
+    path.write_text(calibrate(recording, measured_at=1.0).to_json())
+
+    plan = engine_of(EnginesSpec(steps=str(path)), SloSpec(), tmp_path)
+
+    assert {load.kind for load, _ in recording.observations} == {0, 1, 2}
+    assert plan.timing.steps_in_flight == steps_in_flight
+
+
 def test_a_simulation_charges_the_gaps_of_a_profile(
     profile_without_steps_ahead: CalibrationProfile,
 ) -> None:
@@ -215,6 +238,8 @@ def test_a_simulation_charges_what_calls_take_outside_the_engine(
     plan = calibrated(EnginePlan(), struct_replace(profile, online=online))
 
     assert plan.front_end == FrontEndTimes(latency_s=0.03)
+    unknown = struct_replace(online, outside_s=None)
+    assert calibrated(EnginePlan(), struct_replace(profile, online=unknown)).front_end is None
     assert calibrated(EnginePlan(), profile).front_end is None
 
 

@@ -176,6 +176,13 @@ def plain_loop(rows: Sequence[Arrival], num_blocks: int, end_s: float) -> dict[s
     return {name: seen for name, seen in times.items() if seen}
 
 
+def test_a_step_without_time_has_no_online_share() -> None:
+    totals, decode = StepTotals(), (1, 100, True)
+
+    assert totals.charge(EvenLaw(0.0), [decode], [decode]) == 0.0
+    assert totals.online_share_sum == 0.0
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_run_repeats_to_the_last_token(depth: int) -> None:
     def figures() -> tuple[StepTotals, list[tuple[str, list[int], list[float]]]]:

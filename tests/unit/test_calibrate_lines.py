@@ -47,13 +47,23 @@ def test_every_figure_of_the_profile_is_said() -> None:
     assert lines["online"] == [
         "TTFT p50 0.020 s, p99 0.080 s; TPOT p50 6.0 ms, p99 11.0 ms (99 calls alone, 9.5 a second)"
     ]
-    assert lines["outside"] == ["12.0 ms of a first token beside its step: HTTP, tokenizer"]
+    assert lines["outside"] == ["12.0 ms of a first token beside its steps: HTTP, tokenizer"]
     assert lines["profile"] == ["profile.json"]
 
 
-def test_a_model_without_a_chat_template_has_no_online_figures() -> None:
+def test_without_online_figures_the_line_says_why() -> None:
     silent = replace(PROFILE, online=None)
+    reason = "the model did not answer chat calls"
 
-    lines = printed(Measured(silent, 300, engine_start_s=31.4, measuring_s=48.2))
+    lines = printed(Measured(silent, 300, 31.4, 48.2, without_online=reason))
 
-    assert lines["online"] == ["no figures: the model did not answer chat calls"]
+    assert lines["online"] == [f"no figures: {reason}"]
+    assert "outside" not in lines
+
+
+def test_what_calls_take_beside_their_steps_may_be_unknown() -> None:
+    partial = replace(PROFILE, online=replace(ONLINE, outside_s=None))
+
+    lines = printed(Measured(partial, 300, engine_start_s=31.4, measuring_s=48.2))
+
+    assert lines["outside"] == ["not measured"]

@@ -152,6 +152,14 @@ def test_auto_without_a_profile_begins_at_the_default(home: Home) -> None:
     assert online_slo(plan, home) == SloConfig()
 
 
+def test_auto_begins_at_the_default_where_a_calibration_saw_no_time_pass(home: Home) -> None:
+    plan = deployment(home.path, slo="auto", policy="echo")
+    path = profile_path(plan, plan.engines[0], home)
+    write_profile(path, block_tokens=128, online=latency(ttft_p99_s=3.0, tpot_p99_s=0.0))
+
+    assert online_slo(plan, home) == SloConfig(ttft_s=6.0, tpot_s=SloConfig().tpot_s)
+
+
 def test_engines_learn_the_bounds_of_auto_by_themselves(home: Home) -> None:
     plan = deployment(home.path, slo="auto", policy="echo", online_cost=1.5)
 

@@ -73,6 +73,24 @@ def test_an_engine_that_schedules_ahead_has_no_gaps() -> None:
     assert calibrate(Recording(FACTS, observations), measured_at=0.0).gap is None
 
 
+def test_few_gaps_of_a_slow_engine_hold_for_every_size() -> None:
+    observations = observed(LINEAR_LAW, random_loads(0, 47))
+    gaps = [(1, 0.002)] * 10 + [(1, 0.5)] + [(4, 0.002)] * 3
+
+    gap = calibrate(Recording(FACTS, observations, gaps), measured_at=0.0).gap
+
+    assert gap is not None
+    assert gap.predict_s(64) == gap.predict_s(1) == 0.002
+
+
+def test_stray_gaps_do_not_hide_that_an_engine_schedules_ahead() -> None:
+    observations = observed(LINEAR_LAW, random_loads(0, 800))
+
+    profile = calibrate(Recording(FACTS, observations, [(2, 0.001)] * 60), measured_at=0.0)
+
+    assert profile.gap is None
+
+
 @pytest.mark.parametrize("text", ["", "[]\n", "{}\n", '{"engine": {}}\n', facts_line(FACTS) + "{"])
 def test_another_file_is_no_recording(text: str) -> None:
     with pytest.raises(EngineError, match="record of its steps cannot be read") as refused:

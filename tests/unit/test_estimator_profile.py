@@ -23,6 +23,7 @@ from batchrun.estimator.profile import (
 from batchrun.estimator.step_load import StepGap
 
 ENGINE = EngineIdentity("meta-llama/Llama-3.1-8B", "0.32.0", "cpu", "float32", 128)
+ZEROES = ("base_s", "token_s", "pair_s", "weights_s", "context_s")
 ONLINE = OnlineLatency(200, 9.5, 0.02, 0.08, 0.006, 0.011)
 
 
@@ -107,6 +108,10 @@ def broken(change: Callable[[dict[str, Any]], object]) -> Callable[[str], str]:
         (broken(lambda r: r["online"].update(ttft_p99_s=None)), r"`float`, got `null` - at"),
         (broken(lambda r: r.update(gap={"base_s": 0.1})), r"field `request_s` - at `\$\.gap`"),
         (broken(lambda r: r.update(gap={"base_s": -1, "request_s": 0})), r">= 0.* - at .*base_s"),
+        (
+            broken(lambda r: r["fitted"][0]["model"].update(dict.fromkeys(ZEROES, 0))),
+            "by its model roofline every step takes 0 s",
+        ),
         (broken(lambda r: r.update(fitted=[])), r"length >= 1 - at `\$\.fitted`"),
         (broken(lambda r: r["fitted"].append(r["fitted"][0])), "fitted names a model twice"),
         (broken(lambda r: r["fitted"][0]["model"].update(model="x")), "Invalid value 'x' - at"),

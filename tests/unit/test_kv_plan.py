@@ -18,7 +18,7 @@ from batchrun.estimator.call_history import (
 from batchrun.scheduling.echo import EchoOptions, EchoPolicy
 from batchrun.scheduling.kv_plan import PLAN_EVERY_S, KvPlan, longest_step_s
 from batchrun.scheduling.online_queue import ArrivalOrder
-from batchrun.scheduling.view import EngineView
+from batchrun.scheduling.view import BlockKind, BlockLaw, EngineView
 
 
 def history(answer_tokens: int, *, rate_per_s: float = 1.0) -> CallHistory:
@@ -53,6 +53,23 @@ def test_more_calls_and_fewer_blocks_shorten_steps() -> None:
     assert longest_step_s(engine(history(400, rate_per_s=2.0))) < usual_s
     assert longest_step_s(engine(history(400), total_blocks=700)) < usual_s
     assert longest_step_s(engine(history(400), total_blocks=3_000)) == math.inf
+
+
+@pytest.mark.parametrize(
+    "law",
+    [
+        BlockLaw(BlockKind(BLOCK_TOKENS, num_groups=6)),
+        BlockLaw(BlockKind(BLOCK_TOKENS, num_groups=6), BlockKind(BLOCK_TOKENS, kept_blocks=1)),
+        BlockLaw(BlockKind(BLOCK_TOKENS), BlockKind(BLOCK_TOKENS, num_groups=5, kept_blocks=400)),
+    ],
+)
+def test_answers_grow_in_all_groups_of_a_model(law: BlockLaw) -> None:
+    calls = history(600)
+    plain_s = longest_step_s(engine(calls))
+    (held,) = law.kept([decoding_call().num_computed_tokens])
+
+    hybrid = engine(calls, total_blocks=6_000, law=law, online_blocks=held)
+    assert longest_step_s(hybrid) == pytest.approx(plain_s, rel=0.05)
 
 
 def test_steps_are_shorter_while_the_rate_is_known_from_few_calls() -> None:

@@ -79,6 +79,32 @@ def test_nobody_behind_it_comes_in_while_it_waits_for_rows_that_run() -> None:
     assert planned(OVERTAKEN_S + 0.5, *rows_of("B", 6), row("row 7", rank=7)) == []
 
 
+@pytest.mark.parametrize("prompt", [490, 900], ids=["short", "long"])
+def test_a_row_whose_answer_may_find_no_room_beside_calls_comes_in_when_its_prompt_does(
+    prompt: int,
+) -> None:
+    echo, endless = policy(), row("endless", prompt=prompt, output=2_000, rank=1)
+
+    def planned(since_s: float) -> list[str]:
+        return names(echo.plan(at(NOW_S + since_s, endless)).admit)
+
+    assert (planned(0.0), planned(OVERTAKEN_S + 0.5)) == ([], ["endless"])
+
+
+def test_others_come_in_beside_a_row_whose_answer_may_find_no_room_beside_calls() -> None:
+    echo, endless = policy(), row("endless", prompt=490, output=2_000, rank=1)
+    begun = decoding_row("endless", prompt=490, output=2_000, rank=1)
+
+    def planned(since_s: float, *running: RequestView, waiting: RequestView) -> list[str]:
+        return names(echo.plan(at(NOW_S + since_s, waiting, running=running)).admit)
+
+    assert planned(0.0, waiting=endless) == []
+    assert planned(OVERTAKEN_S + 0.5, waiting=endless) == ["endless"]
+    assert planned(OVERTAKEN_S + 1.0, begun, waiting=row("short", rank=2)) == ["short"]
+    assert planned(OVERTAKEN_S + 2.0, waiting=row("other", rank=3)) == ["other"]
+    assert planned(OVERTAKEN_S + 3.0, begun, waiting=row("third", rank=4)) == []
+
+
 def test_a_row_for_which_calls_leave_no_room_holds_up_nobody() -> None:
     echo, huge = policy(), row("huge", prompt=8_000, document="A", rank=1)
 

@@ -290,7 +290,7 @@ def _lines(measured: Measured, path: Path) -> Iterator[str]:
             f"gap        {1e3 * profile.gap.predict_s(1):.1f} ms between two steps of one request, "
             f"{1e3 * profile.gap.predict_s(64):.1f} ms of 64"
         )
-    online = "no figures: the model did not answer chat calls"
+    online = f"no figures: {measured.without_online}"
     if (seen := profile.online) is not None:
         online = (
             f"TTFT p50 {seen.ttft_p50_s:.3f} s, p99 {seen.ttft_p99_s:.3f} s; TPOT p50 "
@@ -299,8 +299,11 @@ def _lines(measured: Measured, path: Path) -> Iterator[str]:
         )
     yield f"online     {online}"
     if seen is not None:
-        outside_ms = 1e3 * seen.outside_s
-        yield f"outside    {outside_ms:.1f} ms of a first token beside its step: HTTP, tokenizer"
+        outside = "not measured"
+        if seen.outside_s is not None:
+            outside_ms = 1e3 * seen.outside_s
+            outside = f"{outside_ms:.1f} ms of a first token beside its steps: HTTP, tokenizer"
+        yield f"outside    {outside}"
     yield f"profile    {path}"
 
 

@@ -175,7 +175,8 @@ class StepTotals:
     """Sums over the steps so far. A step that computes nothing counts as empty only.
 
     `online_share_sum` adds, per step, the share of its time that its online tokens cost: by the
-    law without noise, [T(step) - T(step without them)] / T(step); 1 when nothing else ran.
+    law without noise, [T(step) - T(step without them)] / T(step); 1 when nothing else ran, 0 for
+    a step without time.
     Under Eq. 7 it can be negative: short online decodes lower the mean context of the batch.
     """
 
@@ -198,7 +199,7 @@ class StepTotals:
         elif online:
             expected = law.expected
             rest_s, whole_s = expected.step_s(offline), expected.step_s(online + offline)
-            self.online_share_sum += 1.0 - rest_s / whole_s
+            self.online_share_sum += 1.0 - rest_s / whole_s if whole_s else 0.0
         return duration_s
 
 
