@@ -85,8 +85,8 @@ machine, days of the tide, an upgrade of several daemons, what would leave repli
 containers and units need, replicas of a database that
 lack commits, what stands still, what a backup that is put back does not list, two hours of a
 trace beside jobs, calls that pass rows at an engine's door, what waiting jobs continue, which
-model rows get that name none, bodies in flight, what a key's batches store,
-ten seeds of each scenario, cold and warm, predictions as a user has them, slow engines, and the dial."""
+model rows get that name none, bodies in flight, what a key's batches store, ten seeds of each
+scenario, cold and warm, predictions as a user has them, slow engines, and the dial."""
 README_FIRST_SCREEN_LINES = 60
 MAX_FILES_ON_WAY = {"row": 40, "call": 10, "step": 22, "batch": 24}
 
