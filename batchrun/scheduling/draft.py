@@ -115,7 +115,7 @@ class Draft:
         self.load = load
         self.tokens_left -= num
         self.free_blocks -= new_blocks
-        ends = law.kept([self._end_tokens(request) for request in requests])
+        ends = law.kept(self._end_tokens(requests))
         held, soon = law.kept(computed, 1), law.kept(computed, CLOSING_TOKENS)
         self.promised_blocks += sum(ends) - sum(held)
         self.closing_blocks += sum(map(min, ends, soon)) - sum(held)
@@ -221,13 +221,16 @@ class Draft:
         new_blocks = now_blocks - blocks_for(computed)
         self.free_blocks -= new_blocks
         if request.is_offline:
-            self.promised_blocks += max(0, blocks_for(self._end_tokens(request)) - now_blocks)
+            self.promised_blocks += max(0, blocks_for(*self._end_tokens([request])) - now_blocks)
         else:
             self.promised_blocks -= new_blocks
 
-    def _end_tokens(self, request: RequestView) -> int:
-        only_begun = self.only_begun and request.request_id in self.only_begun
-        return request.begun_tokens if only_begun else request.end_tokens
+    def _end_tokens(self, requests: Sequence[RequestView]) -> list[int]:
+        """Up to where room is set aside for each."""
+        begun = self.only_begun
+        if not begun:
+            return [request.end_tokens for request in requests]
+        return [r.begun_tokens if r.request_id in begun else r.end_tokens for r in requests]
 
 
 def _due_blocks(view: EngineView) -> int:

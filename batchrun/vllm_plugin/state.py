@@ -152,10 +152,9 @@ class EngineState:
     how long steps take and how much KV online requests will need, `calls` how many of them come and
     how long their answers become, `slo` what those without a class are promised now, `margin` what
     of it steps beside rows leave to callers, `untold_answers` how long answers are of offline work
-    of which no hint tells. `clock` returns
-    monotonic seconds; less `wall_offset_s`, the times of the `wall` clock, as vLLM's arrivals, are
-    on its scale (None: they are at once). A hint counts if it carries the `nonce`; without a nonce
-    none does.
+    of which no hint tells. `clock` returns monotonic seconds; less `wall_offset_s`, the times of
+    the `wall` clock, as vLLM's arrivals, are on its scale (None: they are at once). A hint counts
+    if it carries the `nonce`; without a nonce none does.
     """
 
     def __init__(
