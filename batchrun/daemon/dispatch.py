@@ -337,7 +337,7 @@ class Assigner(Generic[JobT, SlotT]):
         more_s = more_tokens * output_token_s(USUAL, float(usage.num_prompt_tokens))
         if is_ok or computed:
             assignment.slot.load.ended(max(0.0, assignment.demand.work_s + more_s))
-        answers.ended(assignment.row, output_tokens)
+        answers.ended(assignment.row, output_tokens, usage.num_choices)
 
     def give_back(
         self, assignment: Assignment[JobT, SlotT], *, ready_at_s: float = 0.0, moves: bool = False

@@ -23,7 +23,7 @@ from batchrun.daemon.in_flight import Assignment
 from batchrun.daemon.prices import USUAL, RowTokens, output_token_s, planned_work
 from batchrun.estimator.answer_length import AnswerLengths
 from batchrun.hints import URGENT_LEAD, RowHint, SharedPrefixes, put_hint
-from batchrun.jobs.expected_answers import EMBEDDINGS, num_choices, output_limit
+from batchrun.jobs.expected_answers import EMBEDDINGS, output_limit
 from batchrun.jobs.inputs.input_data import InputData
 from batchrun.jobs.inputs.spool import PlannedRows
 from batchrun.jobs.prompts.template import RequestTemplate, RowRenderError
@@ -291,5 +291,5 @@ class Hinter:
             rank=rank,
             nodes=prefixes.node_hints(rank),
             key_node=prefixes.key_node,
-            output_tokens=-(-job.answers.room_tokens // num_choices(job.spec.request)),
+            output_tokens=job.answers.choice_room_tokens,
         )

@@ -143,7 +143,7 @@ def _classify_success(request: Request, reply: Reply) -> Outcome:
         kind=OutcomeKind.OK,
         body=reply.body,
         finish_reason=finish_reason,
-        usage=_read_usage(document.get("usage")),
+        usage=_read_usage(document),
         duration_s=reply.duration_s,
     )
 
@@ -194,21 +194,21 @@ def _finish_reason(document: dict[str, object], key: str | None) -> str | None:
     return reason if isinstance(reason, str) else None
 
 
-def _read_usage(usage: object) -> Usage:
-    if not isinstance(usage, dict):
-        return Usage()
+def _read_usage(document: dict[str, object]) -> Usage:
+    usage, choices = document.get("usage"), document.get("choices")
+    usage = usage if isinstance(usage, dict) else {}
     details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details")
     return Usage(
         num_prompt_tokens=_first_count(usage, "prompt_tokens", "input_tokens"),
         num_output_tokens=_first_count(usage, "completion_tokens", "output_tokens"),
         num_cached_tokens=_first_count(details, "cached_tokens"),
+        num_choices=len(choices) if isinstance(choices, list) and choices else 1,
     )
 
 
 def _first_count(counts: object, *keys: str) -> int:
-    if not isinstance(counts, Mapping):
-        return 0
-    return next((count for key in keys if (count := types.token_count(counts.get(key)))), 0)
+    told = counts if isinstance(counts, Mapping) else {}
+    return next((count for key in keys if (count := types.token_count(told.get(key)))), 0)
 
 
 def _kind_of_error(status_code: int, error: RowError) -> OutcomeKind:

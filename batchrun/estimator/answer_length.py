@@ -30,6 +30,10 @@ NUM_BUCKETS = 24 * BUCKETS_PER_DOUBLING
 """Each is 9 % wider than the one before it; the last one ends at 15 million tokens."""
 
 
+MOST_CHOICES = 128
+"""Rows with more of them count as if they had so many."""
+
+
 class AnswerLengths:
     """A histogram of answers by length, in tokens. Bounded by the rows in flight; an answer costs
     a few microseconds. Keys tell rows in flight from one another. `planned_tokens` is the mean as
@@ -42,6 +46,7 @@ class AnswerLengths:
         "_in_order",
         "_longest",
         "_num_behind",
+        "_num_choices",
         "_room_tokens",
         "_sum_tokens",
         "_total",
@@ -50,10 +55,16 @@ class AnswerLengths:
     )
 
     def __init__(
-        self, prior: Sequence[int], ended: Sequence[int] = (), *, is_guess: bool = False
+        self,
+        prior: Sequence[int],
+        ended: Sequence[int] = (),
+        *,
+        is_guess: bool = False,
+        num_choices: int = 1,
     ) -> None:
         """Expect what `prior` says, some answers of other rows or one guess, or with
-        `is_guess` several; `ended` are answers of the same rows from before, the oldest first."""
+        `is_guess` several; `ended` are answers of the same rows from before, the oldest first. All
+        are those of a row, of `num_choices` choices as far as is known."""
         self._begins_with_guess = is_guess or len(prior) == 1
         self._counts = [0.0] * NUM_BUCKETS
         self._total = self._sum_tokens = 0.0
@@ -61,6 +72,8 @@ class AnswerLengths:
         self._in_order: dict[Hashable, int | None] = {}
         self._longest: dict[Hashable, tuple[int, int]] = {}
         self._num_behind = 0
+        self._num_choices = [0.0] * (MOST_CHOICES + 1)
+        self._num_choices[min(num_choices, MOST_CHOICES)] = PRIOR_ANSWERS
         self._room_tokens: int | None = None
         self.num_ended = 0
         for num_tokens in prior:
@@ -87,32 +100,36 @@ class AnswerLengths:
             self._room_tokens = self.quantile_tokens(ROOM_LEVEL)
         return self._room_tokens
 
+    @property
+    def choice_room_tokens(self) -> int:
+        """The same for each choice of a row: how long they are is known of all together, and half
+        of the rows have no more of them than the others."""
+        return math.ceil(self.room_tokens / max(1, _quantile(self._num_choices, 0.5)))
+
     def quantile_tokens(self, level: float) -> int:
         """The upper bound of the bucket that holds this quantile; 0 where nothing is known."""
         if not self._total:
             return 0
-        sums = list(accumulate(self._counts))
-        # Counts that were taken out again leave rounding errors in the sums.
-        bucket = min(bisect_left(sums, level * sums[-1]), NUM_BUCKETS - 1)
+        bucket = _quantile(self._counts, level)
         return math.floor(2 ** (bucket / BUCKETS_PER_DOUBLING) + 1e-9) if bucket else 1
 
     def sent(self, row: Hashable) -> None:
         """A row is on its way, behind those that were sent before."""
         self._in_order[row] = None
 
-    def ended(self, row: Hashable, num_tokens: int) -> None:
-        """Its answer is there; one of no tokens tells nothing, nor does one of a row that was not
-        on its way."""
+    def ended(self, row: Hashable, num_tokens: int, num_choices: int = 1) -> None:
+        """Its answer is there, in so many choices; one of no tokens tells nothing, nor does one of
+        a row that was not on its way."""
         if num_tokens <= 0:
             self.lost(row)
         elif row in self._longest:
             self._take_back(row)
             self._count(num_tokens)
-            self.num_ended += 1
+            self._count_choices(num_choices)
         elif self._in_order.get(row, num_tokens) is None:
             self._in_order[row] = num_tokens
             self._num_behind += 1
-            self.num_ended += 1
+            self._count_choices(num_choices)
             self._advance()
 
     def lost(self, row: Hashable) -> None:
@@ -146,6 +163,12 @@ class AnswerLengths:
         num_tokens, halvings = self._longest.pop(row)
         self._count(num_tokens, -(0.5 ** (self._halvings - halvings)))
 
+    def _count_choices(self, num_choices: int) -> None:
+        self.num_ended += 1
+        self._num_choices[min(num_choices, MOST_CHOICES)] += 1
+        if self.num_ended % REMEMBERED_ANSWERS == 0:
+            self._num_choices = [number / 2 for number in self._num_choices]
+
     def _count(self, num_tokens: int, weight: float = 1.0) -> None:
         bucket = _bucket_of(num_tokens)
         self._counts[bucket] = max(0.0, self._counts[bucket] + weight)
@@ -157,6 +180,13 @@ class AnswerLengths:
             self._counts = [count / 2 for count in self._counts]
             self._total /= 2
             self._sum_tokens /= 2
+
+
+def _quantile(counts: Sequence[float], level: float) -> int:
+    """The bucket that holds it."""
+    sums = list(accumulate(counts))
+    # Counts that were taken out again leave rounding errors in the sums.
+    return min(bisect_left(sums, level * sums[-1]), len(counts) - 1)
 
 
 def _bucket_of(num_tokens: int) -> int:

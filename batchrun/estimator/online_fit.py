@@ -143,14 +143,16 @@ class ScaledModel(Struct, frozen=True):
 class _Excess:
     """How many times as long as predicted the latest steps of one kind took, 1 at least."""
 
-    __slots__ = ("_measured_s", "_predicted_s", "times")
+    __slots__ = ("_latest", "_measured_s", "_predicted_s", "times")
 
     def __init__(self) -> None:
+        self._latest: StepLoad | None = None
         self._measured_s = self._predicted_s = 0.0
         self.times = 1.0
 
-    def add(self, predicted_s: float, measured_s: float) -> None:
+    def add(self, load: StepLoad, predicted_s: float, measured_s: float) -> None:
         """A step has ended. Of the first ones less is believed."""
+        self._latest = load.totals()
         if not self._predicted_s:
             self._measured_s = self._predicted_s = SLOW_MEMORY_STEPS / 4 * predicted_s
         kept = 1 - 1 / SLOW_MEMORY_STEPS
@@ -163,10 +165,11 @@ class _Excess:
         self._measured_s += (self._predicted_s - self._measured_s) / UNSEEN_MEMORY_STEPS
         self._set()
 
-    def follow(self, before_s: float, now_s: float) -> None:
-        """Another model predicts `now_s` where the last one predicted `before_s`."""
-        if before_s:
-            self._predicted_s *= now_s / before_s
+    def follow(self, before: StepTimeModel, now: StepTimeModel) -> None:
+        """Another model predicts from `now` on: what it says of the latest step counts."""
+        before_s = before.predict_s(self._latest) if self._latest else 0.0
+        if self._latest and before_s:
+            self._predicted_s *= now.predict_s(self._latest) / before_s
             self._set()
 
     def _set(self) -> None:
@@ -248,7 +251,7 @@ class OnlineFit:
         before = self._best
         for each, excess in enumerate(self._excesses):
             if each == kind:
-                excess.add(before.predict_s(load), step_s)
+                excess.add(load, before.predict_s(load), step_s)
             elif excess.times > 1.0:
                 excess.fade()
         self._num_of_kind[kind] += 1
@@ -264,7 +267,8 @@ class OnlineFit:
         if num_seen % interval == 0 or is_early:
             self._choose()
         if self._best is not before:
-            self._excesses[kind].follow(before.predict_s(load), self._best.predict_s(load))
+            for excess in self._excesses:
+                excess.follow(before, self._best)
 
     def _refit_next(self) -> None:
         names = tuple(self._current)

@@ -110,7 +110,8 @@ def open_answers(
     if record is not None:
         latest = done_in_order[-REMEMBERED_ANSWERS:].tolist()
         ended = result_records.answer_tokens(store, record.seq, latest)
-    return AnswerLengths(prior or [first_guess(spec)], ended, is_guess=column is not None)
+    prior, num = prior or [first_guess(spec)], num_choices(spec.request)
+    return AnswerLengths(prior, ended, is_guess=column is not None, num_choices=num)
 
 
 def estimate_outputs(

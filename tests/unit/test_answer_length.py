@@ -72,6 +72,23 @@ def test_the_prior_fades() -> None:
     assert answers.mean_tokens < 25
 
 
+def test_a_choice_has_its_share_of_what_its_row_has() -> None:
+    told, alone = AnswerLengths([512], num_choices=4), AnswerLengths([128])
+    assert (told.choice_room_tokens, alone.choice_room_tokens) == (128, 128)
+
+    for row in range(5_000):
+        for answers in (told, alone):
+            answers.sent(row)
+            answers.ended(row, 40, num_choices=4)
+    assert told.room_tokens == alone.room_tokens
+    assert 10 <= told.choice_room_tokens <= alone.choice_room_tokens <= 10 * BUCKET_SHARE + 1
+
+    for row in range(5_000):
+        alone.sent(row)
+        alone.ended(row, 10)
+    assert 10 <= alone.choice_room_tokens <= 10 * BUCKET_SHARE + 2
+
+
 def test_the_room_holds_its_share_of_the_answers() -> None:
     rng = random.Random(1)
     lengths = [chat_length(rng) for _ in range(20_000)]

@@ -168,6 +168,12 @@ def test_usage_is_read_in_every_form(usage: object, expected: Usage) -> None:
     assert outcome_of(200, {"choices": [CHOICE], "usage": usage}).usage == expected
 
 
+def test_the_answers_of_a_row_are_counted() -> None:
+    body = {"choices": [CHOICE] * 3, "usage": {"prompt_tokens": 9, "completion_tokens": 12}}
+    assert outcome_of(200, body).usage == Usage(9, 12, 0, num_choices=3)
+    assert outcome_of(200, {"data": [{}] * 3}, endpoint="/v1/embeddings").usage == Usage()
+
+
 @pytest.mark.parametrize(
     ("body", "code", "message"),
     [

@@ -197,3 +197,22 @@ def test_a_step_that_stood_still_is_forgotten_and_never_counts_for_all() -> None
     fit.observe(loads[0], 1_000.0)
 
     assert late_error(fit, A100_LAW, loads[:200]) < 0.2
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_a_refit_has_learnt_of_other_kinds_is_not_counted_twice(seed: int) -> None:
+    """A refit corrects all kinds of steps at once, whichever kind it comes with."""
+    rng = random.Random(seed)
+    prompt = [(300, 800, False)]
+    fit, longest = OnlineFit(), 0.0
+    for number in range(200):
+        decodes = [(1, rng.randint(200, 2_000), True) for _ in range(rng.randint(1, 20))]
+        kinds = [StepLoad.of(each) for each in (prompt, decodes, decodes + prompt)]
+        load = rng.choice(kinds)
+        fit.observe(load, 5.0 * A100_LAW.predict_s(load) * rng.uniform(0.95, 1.05))
+        if number > 20:
+            model = fit.as_of_late()
+            ratios = [model.predict_s(each) / (5.0 * A100_LAW.predict_s(each)) for each in kinds]
+            longest = max(longest, *ratios)
+
+    assert longest < 2.2

@@ -14,8 +14,11 @@ from batchrun.daemon.dispatch import Assigner, shared_prefixes
 from batchrun.daemon.engine_link import SCHEDULER_WINDOW
 from batchrun.daemon.in_flight import Assignment, EngineSlot
 from batchrun.daemon.job import ActiveJob, Hinter
+from batchrun.estimator.answer_length import AnswerLengths
 from batchrun.hints import HINT_KEY, MAX_NODES_WRITTEN, RowHint, SharedPrefixes, put_hint, read_hint
+from batchrun.jobs.expected_answers import num_choices
 from batchrun.pool.row_queue import Window
+from batchrun.types import Usage
 
 JobMaker = Callable[..., ActiveJob]
 
@@ -94,8 +97,30 @@ def test_the_room_that_answers_so_far_stay_within_is_told(make_job: JobMaker) ->
         job.answers.ended(row, 16)
 
     assert (before, hint_of(Hinter(1), job, 1).output_tokens) == (128, 16)
-    job.spec = job.spec.model_copy(update={"request": {"n": 3}})
-    assert hint_of(Hinter(1), job, 1).output_tokens == 6
+
+
+@pytest.mark.parametrize("request_part", [{"n": 4}, {"n": "{{ n }}"}, {}])
+def test_each_choice_of_a_row_is_told_its_own_share_of_the_room(
+    tmp_path: Path, request_part: dict[str, object]
+) -> None:
+    """However the rows came to have four: by their job, a template, or each by its own body."""
+    job = make_active_job(tmp_path, [str(row) * 600 for row in range(700)])
+    job.spec = job.spec.model_copy(update={"request": request_part})
+    num_known = num_choices(request_part)
+    job.answers = AnswerLengths([100 * num_known], num_choices=num_known)
+    assigner: Assigner[ActiveJob, EngineSlot] = Assigner([EngineSlot(window=Window(1_000, 10**9))])
+    assigner.join(job, deadline_at=None)
+
+    told = []
+    for tick in range(100):
+        for sent in assigner.assign(now_s=float(tick))[0]:
+            told.append(hint_of(Hinter(1), job, sent.row).output_tokens)
+            sent.slot.release(sent)
+            job.queue.finish(sent.row)
+            assigner.settle(sent, Usage(100, 400, 0, num_choices=4))
+
+    assert len(told) == 700
+    assert all(isinstance(tokens, int) and 100 <= tokens <= 110 for tokens in told)
 
 
 def test_endpoints_without_a_place_for_it_get_no_hint(make_job: JobMaker) -> None:
