@@ -123,13 +123,13 @@ class RowError:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts that the engine returned for one row, 0 where it returned none, and how many
-    answers had the output tokens."""
+    """Token counts that the engine returned for one row, and in how many answers; 0 where it told
+    none."""
 
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
-    num_choices: int = 1
+    num_choices: int = 0
 
 
 MAX_TOLD_TOKENS = (1 << 31) - 1

@@ -291,5 +291,5 @@ class Hinter:
             rank=rank,
             nodes=prefixes.node_hints(rank),
             key_node=prefixes.key_node,
-            output_tokens=job.answers.choice_room_tokens,
+            output_tokens=job.answers.room_tokens,
         )

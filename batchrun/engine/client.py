@@ -202,7 +202,7 @@ def _read_usage(document: dict[str, object]) -> Usage:
         num_prompt_tokens=_first_count(usage, "prompt_tokens", "input_tokens"),
         num_output_tokens=_first_count(usage, "completion_tokens", "output_tokens"),
         num_cached_tokens=_first_count(details, "cached_tokens"),
-        num_choices=len(choices) if isinstance(choices, list) and choices else 1,
+        num_choices=len(choices) if isinstance(choices, list) else 0,
     )
 
 

@@ -13,6 +13,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Hashable, Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
 ROOM_LEVEL = 0.5
 """The share of answers that stay within the room that is set aside for them. Where KV is scarce,
@@ -30,24 +31,53 @@ NUM_BUCKETS = 24 * BUCKETS_PER_DOUBLING
 """Each is 9 % wider than the one before it; the last one ends at 15 million tokens."""
 
 
-MOST_CHOICES = 128
-"""Rows with more of them count as if they had so many."""
+class _Histogram:
+    """Answers by length."""
+
+    __slots__ = ("counts",)
+
+    def __init__(self) -> None:
+        self.counts = [0.0] * NUM_BUCKETS
+
+    def add(self, num_tokens: int, weight: float) -> None:
+        bucket = _bucket_of(num_tokens)
+        self.counts[bucket] = max(0.0, self.counts[bucket] + weight)
+
+    def halve(self) -> None:
+        self.counts = [count / 2 for count in self.counts]
+
+    def quantile_tokens(self, level: float) -> int:
+        """The upper bound of the bucket that holds this quantile; 0 where nothing is known."""
+        sums = list(accumulate(self.counts))
+        if not sums[-1]:
+            return 0
+        # Counts that were taken out again leave rounding errors in the sums.
+        bucket = min(bisect_left(sums, level * sums[-1]), NUM_BUCKETS - 1)
+        return math.floor(2 ** (bucket / BUCKETS_PER_DOUBLING) + 1e-9) if bucket else 1
+
+
+class _Answer(NamedTuple):
+    """Tokens of a row's answer, and of each of its choices on average."""
+
+    num_tokens: int
+    choice_tokens: int
 
 
 class AnswerLengths:
-    """A histogram of answers by length, in tokens. Bounded by the rows in flight; an answer costs
-    a few microseconds. Keys tell rows in flight from one another. `planned_tokens` is the mean as
-    it was first: with that the work of rows is planned."""
+    """Histograms of answers and of their choices by length, in tokens. Bounded by the rows in
+    flight; an answer costs a few microseconds. Keys tell rows in flight from one another.
+    `planned_tokens` is the mean as it was first: with that the work of rows is planned."""
 
     __slots__ = (
         "_begins_with_guess",
-        "_counts",
+        "_choices",
         "_halvings",
         "_in_order",
         "_longest",
         "_num_behind",
         "_num_choices",
         "_room_tokens",
+        "_rows",
         "_sum_tokens",
         "_total",
         "num_ended",
@@ -60,27 +90,29 @@ class AnswerLengths:
         ended: Sequence[int] = (),
         *,
         is_guess: bool = False,
-        num_choices: int = 1,
+        num_choices: int | None = 1,
     ) -> None:
         """Expect what `prior` says, some answers of other rows or one guess, or with
-        `is_guess` several; `ended` are answers of the same rows from before, the oldest first. All
-        are those of a row, of `num_choices` choices as far as is known."""
+        `is_guess` several; `ended` are answers of the same rows from before, the oldest first.
+        Each has so many choices; None: nobody knows, so they are soon forgotten as choices."""
         self._begins_with_guess = is_guess or len(prior) == 1
-        self._counts = [0.0] * NUM_BUCKETS
+        self._rows, self._choices = _Histogram(), _Histogram()
         self._total = self._sum_tokens = 0.0
         self._halvings = 0
-        self._in_order: dict[Hashable, int | None] = {}
-        self._longest: dict[Hashable, tuple[int, int]] = {}
+        self._in_order: dict[Hashable, _Answer | None] = {}
+        self._longest: dict[Hashable, tuple[_Answer, int]] = {}
         self._num_behind = 0
-        self._num_choices = [0.0] * (MOST_CHOICES + 1)
-        self._num_choices[min(num_choices, MOST_CHOICES)] = PRIOR_ANSWERS
+        self._num_choices = num_choices or 1
         self._room_tokens: int | None = None
-        self.num_ended = 0
+        self.num_ended = len(ended)
         for num_tokens in prior:
-            self._count(num_tokens, PRIOR_ANSWERS / len(prior))
+            weight = PRIOR_ANSWERS / len(prior)
+            self._count_row(num_tokens, weight)
+            self._choices.add(self._of_choice(num_tokens), weight)
+        choice_weight = 1.0 if num_choices else min(1.0, PRIOR_ANSWERS / max(1, len(ended)))
         for num_tokens in ended:
-            self._count(num_tokens)
-            self.num_ended += 1
+            self._choices.add(self._of_choice(num_tokens), choice_weight)
+            self._count_row(num_tokens)
         self.planned_tokens = round(self.mean_tokens)
 
     @property
@@ -95,41 +127,33 @@ class AnswerLengths:
 
     @property
     def room_tokens(self) -> int:
-        """What to set aside for it: `ROOM_LEVEL` of all answers stay within that."""
+        """What to set aside for each choice of it: `ROOM_LEVEL` of all stay within that."""
         if self._room_tokens is None:
-            self._room_tokens = self.quantile_tokens(ROOM_LEVEL)
+            self._room_tokens = self._choices.quantile_tokens(ROOM_LEVEL)
         return self._room_tokens
-
-    @property
-    def choice_room_tokens(self) -> int:
-        """The same for each choice of a row: how long they are is known of all together, and half
-        of the rows have no more of them than the others."""
-        return math.ceil(self.room_tokens / max(1, _quantile(self._num_choices, 0.5)))
 
     def quantile_tokens(self, level: float) -> int:
         """The upper bound of the bucket that holds this quantile; 0 where nothing is known."""
-        if not self._total:
-            return 0
-        bucket = _quantile(self._counts, level)
-        return math.floor(2 ** (bucket / BUCKETS_PER_DOUBLING) + 1e-9) if bucket else 1
+        return self._rows.quantile_tokens(level)
 
     def sent(self, row: Hashable) -> None:
         """A row is on its way, behind those that were sent before."""
         self._in_order[row] = None
 
-    def ended(self, row: Hashable, num_tokens: int, num_choices: int = 1) -> None:
-        """Its answer is there, in so many choices; one of no tokens tells nothing, nor does one of
-        a row that was not on its way."""
+    def ended(self, row: Hashable, num_tokens: int, num_choices: int = 0) -> None:
+        """Its answer is there, in so many choices, 0 where that is not told; one of no tokens tells
+        nothing, nor does one of a row that was not on its way."""
+        answer = _Answer(num_tokens, self._of_choice(num_tokens, num_choices))
         if num_tokens <= 0:
             self.lost(row)
         elif row in self._longest:
             self._take_back(row)
-            self._count(num_tokens)
-            self._count_choices(num_choices)
-        elif self._in_order.get(row, num_tokens) is None:
-            self._in_order[row] = num_tokens
+            self._count(answer)
+            self.num_ended += 1
+        elif self._in_order.get(row, answer) is None:
+            self._in_order[row] = answer
             self._num_behind += 1
-            self._count_choices(num_choices)
+            self.num_ended += 1
             self._advance()
 
     def lost(self, row: Hashable) -> None:
@@ -141,52 +165,53 @@ class AnswerLengths:
                 self._num_behind -= 1
             self._advance()
 
+    def _of_choice(self, num_tokens: int, num_choices: int = 0) -> int:
+        return -(-num_tokens // (num_choices if num_choices > 0 else self._num_choices))
+
     def _advance(self) -> None:
         """Count the answers before which all have ended, and pass over rows that are long."""
         while self._in_order:
             row = next(iter(self._in_order))
-            num_tokens = self._in_order[row]
-            if num_tokens is not None:
+            answer = self._in_order[row]
+            if answer is not None:
                 self._num_behind -= 1
-                self._count(num_tokens)
+                self._count(answer)
             elif self._num_behind >= OVERTAKEN_BY_ANSWERS:
-                seen = max(tokens or 0 for tokens in self._in_order.values())
-                longest = max(seen, self.quantile_tokens(LONG_LEVEL))
+                longest = self._one_of_the_long()
                 self._longest[row] = longest, self._halvings
                 self._count(longest)
             else:
                 return
             del self._in_order[row]
 
+    def _one_of_the_long(self) -> _Answer:
+        """At least, of a row that those behind it have overtaken."""
+        seen = [answer for answer in self._in_order.values() if answer is not None]
+        return _Answer(
+            max(self._rows.quantile_tokens(LONG_LEVEL), *(each.num_tokens for each in seen)),
+            max(self._choices.quantile_tokens(LONG_LEVEL), *(each.choice_tokens for each in seen)),
+        )
+
     def _take_back(self, row: Hashable) -> None:
         """A row that was passed over no longer counts as long."""
-        num_tokens, halvings = self._longest.pop(row)
-        self._count(num_tokens, -(0.5 ** (self._halvings - halvings)))
+        answer, halvings = self._longest.pop(row)
+        self._count(answer, -(0.5 ** (self._halvings - halvings)))
 
-    def _count_choices(self, num_choices: int) -> None:
-        self.num_ended += 1
-        self._num_choices[min(num_choices, MOST_CHOICES)] += 1
-        if self.num_ended % REMEMBERED_ANSWERS == 0:
-            self._num_choices = [number / 2 for number in self._num_choices]
+    def _count(self, answer: _Answer, weight: float = 1.0) -> None:
+        self._choices.add(answer.choice_tokens, weight)
+        self._count_row(answer.num_tokens, weight)
 
-    def _count(self, num_tokens: int, weight: float = 1.0) -> None:
-        bucket = _bucket_of(num_tokens)
-        self._counts[bucket] = max(0.0, self._counts[bucket] + weight)
+    def _count_row(self, num_tokens: int, weight: float = 1.0) -> None:
+        self._rows.add(num_tokens, weight)
         self._total += weight
         self._sum_tokens += weight * num_tokens
         self._room_tokens = None
         if self._total >= 2 * REMEMBERED_ANSWERS:
             self._halvings += 1
-            self._counts = [count / 2 for count in self._counts]
+            self._rows.halve()
+            self._choices.halve()
             self._total /= 2
             self._sum_tokens /= 2
-
-
-def _quantile(counts: Sequence[float], level: float) -> int:
-    """The bucket that holds it."""
-    sums = list(accumulate(counts))
-    # Counts that were taken out again leave rounding errors in the sums.
-    return min(bisect_left(sums, level * sums[-1]), len(counts) - 1)
 
 
 def _bucket_of(num_tokens: int) -> int:

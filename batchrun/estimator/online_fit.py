@@ -166,10 +166,11 @@ class _Excess:
         self._set()
 
     def follow(self, before: StepTimeModel, now: StepTimeModel) -> None:
-        """Another model predicts from `now` on: what it says of the latest step counts."""
+        """Another model predicts from `now` on: where it says more of the latest step, it accounts
+        for so much of what steps took beyond the last one's."""
         before_s = before.predict_s(self._latest) if self._latest else 0.0
         if self._latest and before_s:
-            self._predicted_s *= now.predict_s(self._latest) / before_s
+            self._predicted_s *= max(1.0, now.predict_s(self._latest) / before_s)
             self._set()
 
     def _set(self) -> None:

@@ -110,7 +110,9 @@ def open_answers(
     if record is not None:
         latest = done_in_order[-REMEMBERED_ANSWERS:].tolist()
         ended = result_records.answer_tokens(store, record.seq, latest)
-    prior, num = prior or [first_guess(spec)], num_choices(spec.request)
+    have_own = spec.is_openai_batch or isinstance(spec.request.get("n"), str)
+    num = None if have_own else num_choices(spec.request)
+    prior = prior or [first_guess(spec)]
     return AnswerLengths(prior, ended, is_guess=column is not None, num_choices=num)
 
 

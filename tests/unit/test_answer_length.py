@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import statistics
+from collections.abc import Iterable
 
 import pytest
 from hypothesis import given
@@ -72,21 +73,52 @@ def test_the_prior_fades() -> None:
     assert answers.mean_tokens < 25
 
 
-def test_a_choice_has_its_share_of_what_its_row_has() -> None:
-    told, alone = AnswerLengths([512], num_choices=4), AnswerLengths([128])
-    assert (told.choice_room_tokens, alone.choice_room_tokens) == (128, 128)
+def answer(answers: AnswerLengths, rows: Iterable[int], tokens: int, num_choices: int) -> list[int]:
+    """Rows end one by one, with so many tokens a choice; the room that each was told."""
+    told = []
+    for row in rows:
+        answers.sent(row)
+        told.append(answers.room_tokens)
+        answers.ended(row, tokens * num_choices, num_choices)
+    return told
 
-    for row in range(5_000):
-        for answers in (told, alone):
-            answers.sent(row)
-            answers.ended(row, 40, num_choices=4)
-    assert told.room_tokens == alone.room_tokens
-    assert 10 <= told.choice_room_tokens <= alone.choice_room_tokens <= 10 * BUCKET_SHARE + 1
 
-    for row in range(5_000):
-        alone.sent(row)
-        alone.ended(row, 10)
-    assert 10 <= alone.choice_room_tokens <= 10 * BUCKET_SHARE + 2
+def test_each_choice_of_a_row_has_room_as_long_as_choices_are() -> None:
+    known, own = AnswerLengths([400], num_choices=4), AnswerLengths([100], num_choices=None)
+    told = answer(known, range(500), 100, 4) + answer(own, range(500), 100, 4)
+
+    assert 100 <= min(told) <= max(told) <= 100 * BUCKET_SHARE
+    assert known.mean_tokens == pytest.approx(400)
+    assert 350 < own.mean_tokens < 400
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_rows_with_unlike_numbers_of_choices_all_get_room_for_one(seed: int) -> None:
+    rng, answers = random.Random(seed), AnswerLengths([100], num_choices=None)
+    told = []
+    for row in range(3_000):
+        told += answer(answers, [row], 100, rng.choice((1, 8, 512)))
+
+    assert 100 <= min(told) <= max(told) <= 100 * BUCKET_SHARE
+
+
+def test_after_a_restart_stored_answers_are_soon_forgotten_as_choices() -> None:
+    """How many choices a stored answer had is not known where rows bring their own number."""
+    again = AnswerLengths([100], [800] * 1_000, num_choices=None)
+    assert again.mean_tokens > 700
+    answer(again, range(100), 100, 8)
+
+    assert 100 <= again.room_tokens <= 100 * BUCKET_SHARE
+
+
+@pytest.mark.parametrize("untold", [0, -200])
+def test_where_choices_are_not_told_rows_have_as_many_as_known(untold: int) -> None:
+    answers = AnswerLengths([400], num_choices=4)
+    for row in range(200):
+        answers.sent(row)
+        answers.ended(row, 400, untold)
+
+    assert 100 <= answers.room_tokens <= 100 * BUCKET_SHARE
 
 
 def test_the_room_holds_its_share_of_the_answers() -> None:

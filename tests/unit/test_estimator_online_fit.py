@@ -216,3 +216,27 @@ def test_what_a_refit_has_learnt_of_other_kinds_is_not_counted_twice(seed: int) 
             longest = max(longest, *ratios)
 
     assert longest < 2.2
+
+
+def test_a_refit_on_a_fast_engine_does_not_make_rare_kinds_seem_slow() -> None:
+    """The first model is on the slow side, and the first step of each kind takes long."""
+    rng = random.Random(0)
+    kinds = [
+        StepLoad.of([(300, 800, False)]),
+        StepLoad.of([(1, 900, True)] * 8),
+        StepLoad.of([(1, 900, True)] * 8 + [(300, 800, False)]),
+    ]
+    fit, num_seen, longest = OnlineFit(), [0, 0, 0], 0.0
+    for number in range(600):
+        load = rng.choices(kinds, (1, 20, 5))[0]
+        times = 0.2 if num_seen[load.kind] else 2.0
+        num_seen[load.kind] += 1
+        fit.observe(load, times * A100_LAW.predict_s(load) * rng.uniform(0.95, 1.05))
+        if number > 60:
+            model, best = fit.as_of_late(), fit.best()
+            true_s = [0.2 * A100_LAW.predict_s(each) for each in kinds]
+            usual_s = [max(best.predict_s(each), s) for each, s in zip(kinds, true_s, strict=True)]
+            for each, most_s in zip(kinds, usual_s, strict=True):
+                longest = max(longest, model.predict_s(each) / most_s)
+
+    assert longest < 1.6
