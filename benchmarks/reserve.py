@@ -1,7 +1,7 @@
 """Is a reserve of KV for online bursts worth its blocks?
 
-    python -m benchmarks.reserve [--scenarios NAME ...] [--seeds N ...] [--data FOLDER]
-                                 [--json FILE]
+    python -m benchmarks.reserve [--scenarios NAME ...] [--reserves NAME ...] [--seeds N ...]
+                                 [--data FOLDER] [--json FILE]
 
 Runs `echo` with no reserve, with constant ones and with every forecast rule, in scenarios whose
 calls come in bursts. `servegen` has arrivals drawn from ServeGen's rates, with lengths of the Azure
@@ -49,20 +49,23 @@ def servegen(folder: Path) -> Scenario:
     return Scenario("servegen", 180.0, calls)
 
 
-def configs() -> list[Config]:
-    """`echo` with every reserve."""
-    reserves = [*CONSTANT_RESERVES, *ForecastRule]
-    return [Config(str(reserve), reserve=reserve) for reserve in reserves]
+CONFIGS = {
+    str(reserve): Config(str(reserve), reserve=reserve)
+    for reserve in (*CONSTANT_RESERVES, *ForecastRule)
+}
+"""`echo` with every reserve."""
 
 
-def trials(names: Sequence[str], seeds: Sequence[int], folder: Path) -> Iterator[Trial]:
+def trials(
+    names: Sequence[str], reserves: Sequence[str], seeds: Sequence[int], folder: Path
+) -> Iterator[Trial]:
     """All runs; those of one warm-up follow one another."""
     for name in names:
         scenario = servegen(folder) if name == "servegen" else SCENARIOS[name]
         for blocks in BLOCKS:
             for seed in seeds:
-                for config in configs():
-                    yield Trial(scenario, "a100", config, seed, blocks)
+                for reserve in reserves:
+                    yield Trial(scenario, "a100", CONFIGS[reserve], seed, blocks)
 
 
 def table(records: Sequence[Record]) -> str:
@@ -78,8 +81,10 @@ def table(records: Sequence[Record]) -> str:
 def main() -> int:
     """Measure, print, save."""
     names = ("servegen", "kv-pressure", "heavy-tail-1", "shared-prompts-2000")
-    options = parser(__doc__, scenarios=names, seeds=(0, 1), data=DATA).parse_args()
-    plan = trials(options.scenarios, options.seeds, options.data)
+    made = parser(__doc__, scenarios=names, seeds=(0, 1), data=DATA)
+    made.add_argument("--reserves", nargs="+", choices=CONFIGS, default=list(CONFIGS))
+    options = made.parse_args()
+    plan = trials(options.scenarios, options.reserves, options.seeds, options.data)
     records = shown(measure(trial) for trial in plan)
     print(table(records))
     return finish(options.json, records)

@@ -253,6 +253,11 @@ SECTIONS: dict[str, Section] = {
         "documents_expected_hit_rate system_hit_rate system_expected_hit_rate",
         {"part": ("calls alone", "calls beside jobs")},
     ),
+    "reserve": Section(
+        "Reserves of KV for bursts of calls, means over seeds",
+        "scenario blocks config",
+        "offline_tokens_per_s slo_ttft slo_deadline ttft_p99_s online_preemptions",
+    ),
     "resources": Section(
         "Floods of callers and engines, on a machine shared with other work",
         "load",
