@@ -257,6 +257,7 @@ SECTIONS: dict[str, Section] = {
         "Reserves of KV for bursts of calls, means over seeds",
         "scenario blocks config",
         "offline_tokens_per_s slo_ttft slo_deadline ttft_p99_s online_preemptions",
+        {"config": ("0.0", "growth")},
     ),
     "resources": Section(
         "Floods of callers and engines, on a machine shared with other work",

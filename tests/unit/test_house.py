@@ -62,8 +62,8 @@ SHORT_LINES = 80
 LONGEST_LINES = 500
 MAX_FILES_IN_FOLDER = 16
 """One more: what batchrun.yaml says of an engine has outgrown the file of the others."""
-MAX_BENCHMARK_LINES = 19_061
-"""10,871 more: rows of videos, real traffic and many jobs as scenarios, rows whose answers nobody
+MAX_BENCHMARK_LINES = 19_072
+"""10,882 more: rows of videos, real traffic and many jobs as scenarios, rows whose answers nobody
 knows, the price of rows, reserves, evictions, buckets, a real trace beside jobs, routers and what a
 decision costs, orders of calls, rows over engines, the page and Python; parts that hang, 118 odd
 engines and 51 callers in bad faith, two tenants, the demo beside vLLM's own order, a search for the
@@ -73,8 +73,8 @@ gateways and workers, routers in the simulator and beside a job, what routers fo
 kills in a fleet of real engines beside calls; a job of 20 million rows, one of a million long ones;
 a plan of 64 engines; routers beside a job under other settings of the scheduler, ports that no
 two tests get, callers that wait for no core, and bars for what a user has."""
-MAX_MANUAL_WORDS = 47_396
-"""16,491 more: what rows may cost calls, which engine a call goes to, Python, the page, engines on
+MAX_MANUAL_WORDS = 47_644
+"""16,739 more: what rows may cost calls, which engine a call goes to, Python, the page, engines on
 other machines, orders of calls, rows over engines, time limits, limits of keys, attacks and their
 tests, uploads, `on_done`, why a call went where it went, fleets and how to deploy,
 what callers feel, calls that would be late, AccelGen's and LARRY's figures, fleets
