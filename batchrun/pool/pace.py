@@ -134,7 +134,9 @@ COARSE_S, NUM_COARSE = 300.0, 2_016
 FINE_HORIZON_S = 1_200.0
 """What is done sooner is predicted from the fine history."""
 
-
+IN_FLIGHT_LOW, IN_FLIGHT = 0.85, 0.9
+"""At a job's end no rows follow those in flight, which then go faster than the pace that was seen:
+they take so much of the time that it gives them, at least and about."""
 DRAIN_LOW, DRAIN, DRAIN_HIGH = 0.35, 0.55, 0.7
 """The last rows have the engines to themselves and take so much of what rows took beside others:
 at least, about, and at most."""
@@ -210,19 +212,21 @@ class Completions:
         if pace is None:
             return None
         factor = math.exp(DEVIATIONS * math.hypot(pace.log_sd, DOUBT_SD * doubt))
-        expected_s = tokens / pace.tokens_per_s
-        low_s = max(expected_s / factor - EARLY_S, 0.0)
-        high_s = expected_s * factor + LATE_S
+        paced_s = tokens / pace.tokens_per_s
+        low_s, high_s = paced_s / factor - EARLY_S, paced_s * factor + LATE_S
         if last is None:
-            return Completion(expected_s, low_s, high_s)
+            return Completion(paced_s, max(low_s, 0.0), high_s)
         unsent_tokens = 0.0 if last.are_sent else max(tokens - last.in_flight_tokens, 0.0)
         sent_s, end = unsent_tokens / pace.tokens_per_s, last.last_end
+        in_flight_s = paced_s - sent_s
+        low_s -= (1 - IN_FLIGHT_LOW) * in_flight_s / factor
+        expected_s = paced_s - (1 - IN_FLIGHT) * in_flight_s
         tail_s = DRAIN * end.expected_s
         early_s = math.hypot(sent_s * (1 - 1 / factor), tail_s - DRAIN_LOW * end.low_s)
         late_s = math.hypot(sent_s * (factor - 1), DRAIN_HIGH * end.high_s - tail_s)
         return Completion(
             max(expected_s, sent_s + tail_s),
-            max(low_s, sent_s + tail_s - early_s),
+            max(low_s, sent_s + tail_s - early_s, 0.0),
             max(high_s, sent_s + tail_s + late_s),
         )
 

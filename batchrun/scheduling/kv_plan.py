@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from batchrun.estimator.call_history import EDGES_TOKENS
 from batchrun.estimator.least_squares import FloatArray
@@ -23,6 +24,9 @@ PLAN_EVERY_S = 0.5
 HOLD_S = 45.0
 """A step is short enough if steps of that length for so long, and of calls alone after them, leave
 calls room at all times."""
+NEAR_S, NEAR_STRETCH = 60.0, 1.5
+"""Steps up to so many times as long as those of calls alone need only leave room for so long: by
+then most calls that they kept longer have ended, and later plans see what came."""
 AFTER_S: FloatArray = np.array([0, 5, 10, 20, 30, 45, 60, 90, 120, 180, 240, 360], np.float64)
 """The times that are looked at."""
 SIGMAS = 2.0
@@ -75,10 +79,17 @@ def longest_step_s(view: EngineView) -> float:
     variance[1] += (view.calls.rate_error() * mean[1]) ** 2
     likely = mean.sum(axis=0) + SIGMAS * np.sqrt(variance.sum(axis=0))
     if_none_ends = most.sum(axis=0) + SIGMAS * np.sqrt(variance[1])
-    has_room = (np.minimum(likely, if_none_ends) <= MOST_SHARE * pool_tokens).all(axis=1)
-    if has_room.all():
+    has_room = np.minimum(likely, if_none_ends) <= MOST_SHARE * pool_tokens
+    nearly_s = _longest(steps_s, has_room[:, AFTER_S <= NEAR_S])
+    return max(_longest(steps_s, has_room), min(nearly_s, NEAR_STRETCH * alone_s))
+
+
+def _longest(steps_s: FloatArray, has_room: NDArray[np.bool_]) -> float:
+    """The longest of the steps (rows) up to which there is room at all times (columns)."""
+    is_good = has_room.all(axis=1)
+    if is_good.all():
         return math.inf
-    num_good = int(np.argmin(has_room))
+    num_good = int(np.argmin(is_good))
     return float(steps_s[num_good - 1]) if num_good > 1 else 0.0
 
 

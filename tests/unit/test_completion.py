@@ -19,9 +19,11 @@ from batchrun.pool.pace import (
     NUM_FINE,
     PRIOR_SD,
     Completions,
+    LastRows,
     PaceForecast,
     PaceHistory,
 )
+from batchrun.pool.row_times import LastEnd
 
 ONE_JOB = {"a": JobWork(1.0, 100_000.0, 0.0)}
 
@@ -144,6 +146,23 @@ def test_a_finished_job_is_done_in_a_moment() -> None:
 
     assert found.expected_s == found.low_s == 0
     assert found.high_s < 5
+
+
+def test_rows_in_flight_at_the_end_are_done_sooner_than_the_pace_says() -> None:
+    steady = seen(*[1000] * 600)
+    by_pace = steady.predict(ONE_JOB, {}, {})["a"]
+    ends = [
+        steady.predict(ONE_JOB, {}, {"a": LastRows(LastEnd(1, 2, 3), in_flight_tokens, False)})["a"]
+        for in_flight_tokens in (0.0, 50_000.0, 100_000.0, 200_000.0)
+    ]
+    none, half, whole, of_two_jobs = ends
+    assert none.expected_s == pytest.approx(by_pace.expected_s, rel=0.02)
+    assert none.low_s == pytest.approx(by_pace.low_s, rel=0.02)
+    for sooner, later in itertools.pairwise([whole, half, by_pace]):
+        assert sooner.expected_s < later.expected_s
+        assert later.low_s - sooner.low_s > later.expected_s - sooner.expected_s
+        assert sooner.high_s == pytest.approx(later.high_s)
+    assert of_two_jobs == whole
 
 
 def test_jobs_share_by_weight() -> None:

@@ -28,8 +28,8 @@ whose number follows the calls (3), an engine apart from the way to its agent, c
 the daemon apart from those for engines, the peak of a trace (3), jobs that wait for cheap
 hours, orders to the leader of a database (2), outputs of many files, calls that gateways of all
 daemons count, and which numbers of engines a planner tries."""
-MAX_LINES = 68_705
-"""28,062 more for these, for groups by key portion and rows over engines by speed, several models,
+MAX_LINES = 68_720
+"""28,077 more for these, for groups by key portion and rows over engines by speed, several models,
 a planner that sizes on several draws, bounds on what callers and engines send and hold, and
 daemons that stand by, deployments that calls at once share, processes that watch their parents,
 turns for images, places in a cache of data sets, what is cached of waiting calls, answers by class,
@@ -56,7 +56,8 @@ engine, ETAs of fleets that change, words that are written as numbers, errors in
 little few calls tell of their rate, decodes that wait for prompts, values that columns change,
 bodies in flight, pictures of many parts, rows that stand still in the engine, text that repeats
 within a file, widths in templates, images beside their own rows, what batches store, what a call
-takes beside its step, what is measured of slow engines, and rows whose answers may find no room."""
+takes beside its step, what is measured of slow engines, rows whose answers may find no room, a
+job's last rows, and short steps beside long answers."""
 MAX_SHORT_FILES = 25
 SHORT_LINES = 80
 LONGEST_LINES = 500
@@ -73,8 +74,8 @@ gateways and workers, routers in the simulator and beside a job, what routers fo
 kills in a fleet of real engines beside calls; a job of 20 million rows, one of a million long ones;
 a plan of 64 engines; routers beside a job under other settings of the scheduler, ports that no
 two tests get, callers that wait for no core, and bars for what a user has."""
-MAX_MANUAL_WORDS = 47_644
-"""16,739 more: what rows may cost calls, which engine a call goes to, Python, the page, engines on
+MAX_MANUAL_WORDS = 47_702
+"""16,797 more: what rows may cost calls, which engine a call goes to, Python, the page, engines on
 other machines, orders of calls, rows over engines, time limits, limits of keys, attacks and their
 tests, uploads, `on_done`, why a call went where it went, fleets and how to deploy,
 what callers feel, calls that would be late, AccelGen's and LARRY's figures, fleets
@@ -86,7 +87,8 @@ containers and units need, replicas of a database that
 lack commits, what stands still, what a backup that is put back does not list, two hours of a
 trace beside jobs, calls that pass rows at an engine's door, what waiting jobs continue, which
 model rows get that name none, bodies in flight, what a key's batches store, ten seeds of each
-scenario, cold and warm, predictions as a user has them, slow engines, and the dial."""
+scenario, cold and warm, predictions as a user has them, slow engines, the dial, and short steps beside long
+answers."""
 README_FIRST_SCREEN_LINES = 60
 MAX_FILES_ON_WAY = {"row": 40, "call": 10, "step": 22, "batch": 24}
 
