@@ -286,7 +286,8 @@ REASONING = Scenario(
     ),
     blocks=(8600,),
 )
-"""A call a second with answers of 2,000 tokens (median): alone, calls hold a third of the KV."""
+"""A call a second with answers of 2,000 tokens (median): alone, calls come to hold two
+thirds of the KV."""
 SPARSE = Scenario(
     "sparse", 300.0, replace(CHATS, rate_per_s=0.2, burst_factor=1.0, swing=0.0), blocks=(8600,)
 )

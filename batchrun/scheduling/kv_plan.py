@@ -25,8 +25,9 @@ HOLD_S = 45.0
 """A step is short enough if steps of that length for so long, and of calls alone after them, leave
 calls room at all times."""
 NEAR_S, NEAR_STRETCH = 60.0, 1.5
-"""Steps up to so many times as long as those of calls alone need only leave room for so long: by
-then most calls that they kept longer have ended, and later plans see what came."""
+"""Steps up to so many times as long as those of calls alone need leave room for what is expected;
+only for so long for what is likely: by then most calls that they kept longer have ended, and later
+plans see what came."""
 AFTER_S: FloatArray = np.array([0, 5, 10, 20, 30, 45, 60, 90, 120, 180, 240, 360], np.float64)
 """The times that are looked at."""
 SIGMAS = 2.0
@@ -77,11 +78,13 @@ def longest_step_s(view: EngineView) -> float:
     growths = _growths([*generated, *waiting], prompt_tokens, longer)
     mean, variance, most = [each.after(steps_s, alone_s, rate_per_s) for each in growths]
     variance[1] += (view.calls.rate_error() * mean[1]) ** 2
-    likely = mean.sum(axis=0) + SIGMAS * np.sqrt(variance.sum(axis=0))
+    expected, most_tokens = mean.sum(axis=0), MOST_SHARE * pool_tokens
+    likely = expected + SIGMAS * np.sqrt(variance.sum(axis=0))
     if_none_ends = most.sum(axis=0) + SIGMAS * np.sqrt(variance[1])
-    has_room = np.minimum(likely, if_none_ends) <= MOST_SHARE * pool_tokens
-    nearly_s = _longest(steps_s, has_room[:, AFTER_S <= NEAR_S])
-    return max(_longest(steps_s, has_room), min(nearly_s, NEAR_STRETCH * alone_s))
+    has_room = np.minimum(likely, if_none_ends) <= most_tokens
+    later_plans_see = (AFTER_S > NEAR_S) & (expected <= most_tokens)
+    short_s = min(_longest(steps_s, has_room | later_plans_see), NEAR_STRETCH * alone_s)
+    return max(_longest(steps_s, has_room), short_s)
 
 
 def _longest(steps_s: FloatArray, has_room: NDArray[np.bool_]) -> float:

@@ -28,8 +28,8 @@ whose number follows the calls (3), an engine apart from the way to its agent, c
 the daemon apart from those for engines, the peak of a trace (3), jobs that wait for cheap
 hours, orders to the leader of a database (2), outputs of many files, calls that gateways of all
 daemons count, and which numbers of engines a planner tries."""
-MAX_LINES = 68_720
-"""28,077 more for these, for groups by key portion and rows over engines by speed, several models,
+MAX_LINES = 68_723
+"""28,080 more for these, for groups by key portion and rows over engines by speed, several models,
 a planner that sizes on several draws, bounds on what callers and engines send and hold, and
 daemons that stand by, deployments that calls at once share, processes that watch their parents,
 turns for images, places in a cache of data sets, what is cached of waiting calls, answers by class,
@@ -63,8 +63,8 @@ SHORT_LINES = 80
 LONGEST_LINES = 500
 MAX_FILES_IN_FOLDER = 16
 """One more: what batchrun.yaml says of an engine has outgrown the file of the others."""
-MAX_BENCHMARK_LINES = 19_072
-"""10,882 more: rows of videos, real traffic and many jobs as scenarios, rows whose answers nobody
+MAX_BENCHMARK_LINES = 19_073
+"""10,883 more: rows of videos, real traffic and many jobs as scenarios, rows whose answers nobody
 knows, the price of rows, reserves, evictions, buckets, a real trace beside jobs, routers and what a
 decision costs, orders of calls, rows over engines, the page and Python; parts that hang, 118 odd
 engines and 51 callers in bad faith, two tenants, the demo beside vLLM's own order, a search for the
@@ -74,8 +74,8 @@ gateways and workers, routers in the simulator and beside a job, what routers fo
 kills in a fleet of real engines beside calls; a job of 20 million rows, one of a million long ones;
 a plan of 64 engines; routers beside a job under other settings of the scheduler, ports that no
 two tests get, callers that wait for no core, and bars for what a user has."""
-MAX_MANUAL_WORDS = 47_702
-"""16,797 more: what rows may cost calls, which engine a call goes to, Python, the page, engines on
+MAX_MANUAL_WORDS = 47_703
+"""16,798 more: what rows may cost calls, which engine a call goes to, Python, the page, engines on
 other machines, orders of calls, rows over engines, time limits, limits of keys, attacks and their
 tests, uploads, `on_done`, why a call went where it went, fleets and how to deploy,
 what callers feel, calls that would be late, AccelGen's and LARRY's figures, fleets

@@ -92,17 +92,18 @@ def test_calls_that_fill_the_kv_by_themselves_leave_rows_nothing() -> None:
     assert policy.plan(view(running=running, calls=calls)).caps == {"answer": 0, "document": 0}
 
 
-def test_what_calls_alone_will_hold_in_minutes_keeps_no_row_from_short_steps_now() -> None:
-    """Calls alone will hold more than all blocks in minutes; 20 that run do so within one."""
-    calls = history(6_000)
-    running = [decoding_call(f"{i}", prompt=400) for i in range(20)]
+def test_chance_in_some_minutes_keeps_no_row_from_short_steps_now() -> None:
+    """Forty calls may come to hold too much in minutes; with fewer blocks, within one. Calls with
+    longer answers are expected to."""
 
-    def longest_s(num_running: int, total_blocks: int) -> float:
-        busy = running[:num_running]
-        return longest_step_s(view(running=busy, total_blocks=total_blocks, calls=calls))
+    def longest_s(answer_tokens: int, num_running: int, total_blocks: int) -> float:
+        running = [decoding_call(f"{i}", prompt=400) for i in range(num_running)]
+        past = history(answer_tokens)
+        return longest_step_s(view(running=running, total_blocks=total_blocks, calls=past))
 
-    assert 0.0 == longest_s(1, 12_000) < longest_s(1, 16_000) < longest_s(1, 20_000) < 0.1
-    assert longest_s(20, 16_000) == 0.0
+    assert 0.0 < longest_s(2_000, 40, 24_000) < 0.1
+    assert longest_s(2_000, 40, 16_000) == 0.0
+    assert longest_s(6_000, 1, 20_000) == 0.0
 
 
 def test_calls_that_wait_will_want_room_too() -> None:
