@@ -87,8 +87,8 @@ containers and units need, replicas of a database that
 lack commits, what stands still, what a backup that is put back does not list, two hours of a
 trace beside jobs, calls that pass rows at an engine's door, what waiting jobs continue, which
 model rows get that name none, bodies in flight, what a key's batches store, ten seeds of each
-scenario, cold and warm, predictions as a user has them, slow engines, the dial, and short steps beside long
-answers."""
+scenario, cold and warm, predictions as a user has them, slow engines, the dial, and short
+steps beside long answers."""
 README_FIRST_SCREEN_LINES = 60
 MAX_FILES_ON_WAY = {"row": 40, "call": 10, "step": 22, "batch": 24}
 
