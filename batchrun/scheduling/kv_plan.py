@@ -24,7 +24,7 @@ PLAN_EVERY_S = 0.5
 HOLD_S = 45.0
 """A step is short enough if steps of that length for so long, and of calls alone after them, leave
 calls room at all times."""
-NEAR_S, NEAR_STRETCH = 60.0, 1.5
+NEAR_S, NEAR_STRETCH = 60.0, 1.25
 """Steps up to so many times as long as those of calls alone need leave room for what is expected;
 only for so long for what is likely: by then most calls that they kept longer have ended, and later
 plans see what came."""
